@@ -1,0 +1,3 @@
+"""Trains ordinary LightningModules under tensor x pipeline x data parallelism (PTD-P)."""
+
+__version__ = "0.1.0"
