@@ -1,7 +1,8 @@
-"""Pipeline schedules as values: generated, lowered, checked, timed. Standard library only."""
+"""Pipeline schedules as values: generated, lowered, checked, timed, drawn. Standard library only."""
 
 from lightning_ptdp.schedule.action import Action, Op, Program, Span, parse, show
 from lightning_ptdp.schedule.check import check, live_activations
+from lightning_ptdp.schedule.draw import svg, text
 from lightning_ptdp.schedule.generate import (
     SCHEDULES,
     choose,
@@ -41,4 +42,6 @@ __all__ = [
     "unit_spans",
     "makespan",
     "bubble_share",
+    "text",
+    "svg",
 ]
