@@ -55,7 +55,7 @@ def spmd(world_size: int = 2, timeout: float = 20.0) -> Callable[[Body], Body]:
             __tracebackhide__ = True
             _pool().run(body, world_size, timeout, kwargs)
 
-        test.spmd_body = body  # type: ignore[attr-defined]  # where a worker finds it
+        test.spmd_body = body  # where a worker finds it
         return test
 
     return decorate

@@ -166,7 +166,7 @@ def _exchange(workers: list[Worker], message: Job | Order, job: Job, deadline: f
     done = [answer for answer in answers.values() if isinstance(answer, Done)]
     if len(done) < len(workers):
         raise SpmdError(_report(workers, answers, job))
-    return [answers[rank] for rank in range(len(workers))]  # type: ignore[misc]  # all are Done
+    return [answers[rank] for rank in range(len(workers))]  # all are Done
 
 
 def _collect(workers: list[Worker], deadline: float) -> dict[int, Done | Failed]:
@@ -176,7 +176,7 @@ def _collect(workers: list[Worker], deadline: float) -> dict[int, Done | Failed]
     failed = False
     while pending and (ready := wait(list(pending), max(0.0, deadline - time.monotonic()))):
         for pipe in ready:
-            worker = pending.pop(pipe)  # type: ignore[call-overload]  # it was asked about pipes only
+            worker = pending.pop(pipe)  # it was asked about pipes only
             answers[worker.rank] = _receive(worker)
         if not failed and any(isinstance(answer, Failed) for answer in answers.values()):
             failed = True
