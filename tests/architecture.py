@@ -34,7 +34,7 @@ _PURE = "config topology schedule"
 _COMPUTE = (
     "comm exchange failure kernels batch loss_weight rng data_parallel tensor_parallel pipeline recompute checkpoint"
 )
-_FRONT = f"engine checkpoint planner {_PURE} exchange failure precision logging strategy check"
+_FRONT = f"engine checkpoint planner {_PURE} exchange failure precision loaders logging metrics strategy check"
 
 UNITS: dict[str, Unit] = {
     "topology": _unit(0),
@@ -54,8 +54,10 @@ UNITS: dict[str, Unit] = {
     "recompute": _unit(2, "rng tensor_parallel.random", "torch"),
     "checkpoint": _unit(2, f"comm.groups {_PURE}", "torch"),
     "engine": _unit(3, f"{_PURE} {_COMPUTE}", "torch"),
-    "precision": _unit(4, _FRONT, "torch lightning"),
+    "precision": _unit(4, f"data_parallel.clip {_FRONT}", "torch lightning"),
+    "loaders": _unit(4, f"data_parallel.sampler {_FRONT}", "torch lightning"),
     "logging": _unit(4, _FRONT, "torch lightning torchmetrics"),
+    "metrics": _unit(4, _FRONT, "torch lightning torchmetrics"),
     "strategy": _unit(4, _FRONT, "torch lightning"),
     "check": _unit(4, _FRONT, "torch lightning"),
     "nn": _unit(2, "kernels", "torch"),
