@@ -2,8 +2,10 @@
 
 import os
 import random
+import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,6 +88,18 @@ class Surroundings:
             return ["default process group: destroyed; leave that to the one that made it"]
         dist.destroy_process_group()
         return ["default process group: made and not destroyed; call destroy_process_group"]
+
+
+@contextmanager
+def unraisable_errors() -> Iterator[list[str]]:
+    """Collect the errors that Python can only print, such as a ResourceWarning for a file that nobody closed."""
+    found: list[str] = []
+    usual = sys.unraisablehook
+    sys.unraisablehook = lambda error: found.append(f"{error.exc_type.__name__}: {error.exc_value}")
+    try:
+        yield found
+    finally:
+        sys.unraisablehook = usual
 
 
 def seed_everything(seed: int = 0) -> None:

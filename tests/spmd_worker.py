@@ -24,7 +24,7 @@ import torch.distributed as dist
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from tests.host_warnings import warnings_as_errors
-from tests.hygiene import Surroundings, seed_everything
+from tests.hygiene import Surroundings, seed_everything, unraisable_errors
 
 DUMP_SIGNAL = signal.SIGUSR1
 
@@ -160,14 +160,15 @@ def _world(rank: int, job: Job, store: dist.Store) -> Iterator[None]:
         seed_everything()
         yield
         dist.destroy_process_group()
-        gc.collect()  # ends what was kept alive by cycles: sockets, files, loader processes
 
 
 def _run(job: Job) -> bytes:
     """Run the body, see that it leaves nothing behind, and return its result."""
     before = Surroundings.observe()
-    result = to_bytes(_find(job)(**from_bytes(job.kwargs)))
-    if leaks := before.restore():
+    with unraisable_errors() as unraisable:
+        result = to_bytes(_find(job)(**from_bytes(job.kwargs)))
+        gc.collect()  # ends what only cycles keep alive: files, sockets, loader processes
+    if leaks := [*before.restore(), *unraisable]:
         raise LeakError(f"{job.name} left behind\n  " + "\n  ".join(leaks))
     return result
 
