@@ -12,6 +12,7 @@ PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --constraint
 STAMP := $(VENV)/installed
 
 .DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
 .PHONY: help setup train test lint bench docs clean
 
 help: ## list the targets

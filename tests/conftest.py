@@ -22,7 +22,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Let the fork server import on another core while the first tests run, if any test may use it."""
-    modules = {getattr(item, "module", None) for item in session.items}
+    modules = {item.module for item in session.items if isinstance(item, pytest.Function)}
     if not session.config.option.collectonly and any({"spmd", "run_spmd"} & vars(module).keys() for module in modules):
         warm_pool()
 
