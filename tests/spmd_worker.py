@@ -115,6 +115,7 @@ def _redirect(output: Path) -> None:
     with output.open("a") as file:
         os.dup2(file.fileno(), sys.stdout.fileno())
         os.dup2(file.fileno(), sys.stderr.fileno())
+    sys.stdout.reconfigure(line_buffering=True)  # a rank that hangs is killed, and its last lines tell most
     # chain: the worker dumps its stacks, then dies of the signal, so the dump that the parent reads is whole.
     faulthandler.register(DUMP_SIGNAL, file=sys.stderr, all_threads=True, chain=True)
 
@@ -135,12 +136,9 @@ def _play(rank: int, job: Job, store: dist.Store, pipe: Pipe) -> None:
     """Be one rank of one world, from its birth to its end."""
     try:
         with _world(rank, job, store):
-            result = _run(job)
-            sys.stdout.flush()
-            _tell(pipe, Done(result))
+            _tell(pipe, Done(_run(job)))
             _hear(pipe)
     except BaseException as error:
-        sys.stdout.flush()
         _tell(pipe, Failed(_traceback(error), time.monotonic()))
     else:
         _tell(pipe, Done())

@@ -135,6 +135,12 @@ def test_output_of_each_rank_is_printed_in_the_parent(capsys):
     assert capsys.readouterr().out == "--- rank 0 printed:\n0 of 2\n--- rank 1 printed:\n1 of 2\n"
 
 
+def test_output_of_a_hanging_rank_is_not_lost(capsys):
+    with pytest.raises(SpmdError):
+        run_spmd(speak_and_hang, timeout=0.5)
+    assert capsys.readouterr().out == "--- rank 0 printed:\nlast words\n"
+
+
 # Failures.
 
 
@@ -317,6 +323,12 @@ def warn(message, category):
 
 def speak():
     print(dist.get_rank(), "of", dist.get_world_size())
+
+
+def speak_and_hang():
+    if dist.get_rank() == 0:
+        print("last words")
+        time.sleep(60)
 
 
 def fail_on_one():
