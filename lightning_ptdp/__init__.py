@@ -1,7 +1,7 @@
 """Trains ordinary LightningModules under tensor x pipeline x data parallelism (PTD-P).
 
-    import lightning_ptdp
-    trainer = lightning.Trainer(strategy="ptdp", devices=8)
+import lightning_ptdp
+trainer = lightning.Trainer(strategy="ptdp", devices=8)
 """
 
 from lightning_ptdp.precision import PTDPPrecision

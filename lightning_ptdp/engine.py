@@ -25,12 +25,12 @@ from lightning_ptdp.comm.p2p import Messenger
 from lightning_ptdp.config import ParallelConfig, micro_batch_size
 from lightning_ptdp.data_parallel.buckets import GradientBuffers
 from lightning_ptdp.data_parallel.clip import total_norm
+from lightning_ptdp.data_parallel.tied import SharedGradients, SharedParameter
 from lightning_ptdp.loss_weight import TargetCounter, Weight, weigh
 from lightning_ptdp.pipeline.partition import Partition
 from lightning_ptdp.pipeline.runtime import Runtime
 from lightning_ptdp.pipeline.skeleton import Skeleton
 from lightning_ptdp.pipeline.stage import StageWorker
-from lightning_ptdp.pipeline.tied import SharedParameters
 from lightning_ptdp.schedule import Action, Program, Span, choose, generate, lower
 from lightning_ptdp.tensor_parallel.random import RandomStreams
 from lightning_ptdp.tensor_parallel.shard import Shard
@@ -87,7 +87,7 @@ class Engine:
         self.skeleton: Skeleton | None = None
         self.shards: dict[str, Shard] = {}
         self.buffers: GradientBuffers | None = None
-        self._shared: SharedParameters | None = None
+        self._shared: SharedGradients | None = None
         self._streams = RandomStreams(seed, device)
         self._messenger = Messenger(groups.pipeline, device)
         self._runtime = Runtime(self._messenger, groups.pipeline_ranks, groups.at.pipeline)
@@ -121,8 +121,19 @@ class Engine:
         self.release()
         self.buffers = GradientBuffers(trained)
         if self.skeleton is not None:
-            owned = dict(module.named_parameters(remove_duplicate=False))
-            self._shared = SharedParameters(owned, self.skeleton, self.groups, self.device)
+            self._shared = SharedGradients(self._shared_parameters(module, self.skeleton), self.groups, self.device)
+
+    def _shared_parameters(self, module: nn.Module, skeleton: Skeleton) -> list[SharedParameter]:
+        owned = dict(module.named_parameters(remove_duplicate=False))
+        found = []
+        for name in skeleton.parameter_names:
+            owners = frozenset(stage % self._p for stage in skeleton.owners(name))
+            if len(owners) > 1:
+                mine = owned.get(name)
+                shape = skeleton.shapes[name] if mine is None else tuple(mine.shape)
+                dtype = torch.promote_types(skeleton.dtypes[name], torch.float32)
+                found.append(SharedParameter(mine, owners, shape, dtype))
+        return found
 
     def release(self) -> None:
         """Drop the gradient buffers."""
@@ -213,7 +224,11 @@ class Engine:
         if num_microbatches == 0:
             return ()
         v = self.config.virtual_pipeline_size
-        name = choose(self.config.schedule, pipeline_parallel_size=self._p, virtual_pipeline_size=v) if trains else "forward_only"
+        name = (
+            choose(self.config.schedule, pipeline_parallel_size=self._p, virtual_pipeline_size=v)
+            if trains
+            else "forward_only"
+        )
         return _program(name, self._p, num_microbatches, v)[self.groups.at.pipeline]
 
     def _enter_streams(self, phase: int, number: int, k: int, stage: int, num_microbatches: int) -> None:

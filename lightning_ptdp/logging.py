@@ -118,7 +118,9 @@ class LogRecorder:
         elif isinstance(value, Tensor | Number):
             metric = None
         else:
-            raise ValueError(f"`self.log({name}, {value})` was called, but `{type(value).__name__}` values cannot be logged")
+            raise ValueError(
+                f"`self.log({name}, {value})` was called, but `{type(value).__name__}` values cannot be logged"
+            )
         tensor = None if shown is None else _scalar(name, shown)
         key = Key(
             name=name,

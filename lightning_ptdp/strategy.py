@@ -397,9 +397,7 @@ class PTDPStrategy(ParallelStrategy):
         """Predict a batch."""
         return self._evaluate("predict_step", self.precision.predict_step_context, args, kwargs)
 
-    def _evaluate(
-        self, name: str, context: Callable[[], AbstractContextManager[None]], args: Any, kwargs: Any
-    ) -> Any:
+    def _evaluate(self, name: str, context: Callable[[], AbstractContextManager[None]], args: Any, kwargs: Any) -> Any:
         assert self.lightning_module is not None, "set by the Trainer"
         module, at = self.lightning_module, self._progress
         step = self._user_step(getattr(module, name), args, kwargs, context)

@@ -41,9 +41,7 @@ def agree_on_weights(module: nn.Module, groups: Groups) -> None:
                     f"all ranks must build the same module; rank 0 has {len(everyone[0])} parameters and buffers, rank "
                     f"{rank} {len(theirs)}"
                 )
-        different = [
-            own[0] for i, own in enumerate(everyone[0]) if any(theirs[i][3] != own[3] for theirs in everyone)
-        ]
+        different = [own[0] for i, own in enumerate(everyone[0]) if any(theirs[i][3] != own[3] for theirs in everyone)]
         if not different:
             return
         rank_zero_info(

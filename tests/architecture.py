@@ -31,10 +31,11 @@ def _unit(layer: int, ours: str = "", outside: str = "") -> Unit:
 
 
 _PURE = "config topology schedule"
-_COMPUTE = (
-    "comm exchange failure kernels batch loss_weight rng data_parallel tensor_parallel pipeline recompute checkpoint"
+_COMPUTE = "comm kernels batch loss_weight data_parallel tensor_parallel pipeline recompute"
+_FRONT = (
+    f"engine checkpoint planner {_PURE} comm batch exchange failure outputs precision loaders logging metrics progress "
+    "whole_module strategy check tensor_parallel.random pipeline.partition pipeline.skeleton"
 )
-_FRONT = f"engine checkpoint planner {_PURE} exchange failure precision loaders logging metrics strategy check"
 
 UNITS: dict[str, Unit] = {
     "topology": _unit(0),
@@ -43,21 +44,23 @@ UNITS: dict[str, Unit] = {
     "planner": _unit(1, _PURE, "yaml"),
     "kernels": _unit(1, "", "torch"),
     "comm": _unit(1, _PURE, "torch"),
-    "rng": _unit(1, "", "torch numpy"),
+    "outputs": _unit(1, "", "torch"),
     "batch": _unit(1, "", "torch"),
     "loss_weight": _unit(1, "", "torch"),
     "exchange": _unit(2, f"comm {_PURE}", "torch"),
     "failure": _unit(2, f"comm {_PURE}", "torch"),
-    "tensor_parallel": _unit(2, f"comm kernels rng {_PURE}", "torch numpy"),
-    "data_parallel": _unit(2, f"comm kernels rng {_PURE}", "torch"),
+    "tensor_parallel": _unit(2, f"comm kernels {_PURE}", "torch numpy"),
+    "data_parallel": _unit(2, f"comm kernels {_PURE}", "torch"),
     "pipeline": _unit(2, f"comm {_PURE}", "torch"),
-    "recompute": _unit(2, "rng tensor_parallel.random", "torch"),
-    "checkpoint": _unit(2, f"comm.groups {_PURE}", "torch"),
+    "recompute": _unit(2, "tensor_parallel.random", "torch"),
+    "checkpoint": _unit(3, f"comm tensor_parallel.shard {_PURE}", "torch"),
     "engine": _unit(3, f"{_PURE} {_COMPUTE}", "torch"),
     "precision": _unit(4, f"data_parallel.clip {_FRONT}", "torch lightning"),
     "loaders": _unit(4, f"data_parallel.sampler {_FRONT}", "torch lightning"),
     "logging": _unit(4, _FRONT, "torch lightning torchmetrics"),
     "metrics": _unit(4, _FRONT, "torch lightning torchmetrics"),
+    "progress": _unit(4, _FRONT, "torch lightning"),
+    "whole_module": _unit(4, _FRONT, "torch lightning"),
     "strategy": _unit(4, _FRONT, "torch lightning"),
     "check": _unit(4, _FRONT, "torch lightning"),
     "nn": _unit(2, "kernels", "torch"),

@@ -99,5 +99,3 @@ def owned_groups(groups: Sequence[Mapping[str, Any]], names: Sequence[Sequence[s
         numbered.append({**options, "params": list(range(start, start + len(members)))})
         start += len(members)
     return numbered
-
-

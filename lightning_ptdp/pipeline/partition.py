@@ -235,7 +235,11 @@ def _guess(module: nn.Module, blocks: str, name: str) -> str:
     if leaf in dict(module.get_submodule(holder).named_parameters(recurse=False)):
         return "shared"  # a bare parameter of a container: small, and right wherever it is used
     plan = getattr(module.get_submodule(parent), "_pp_plan", None) or {}
-    inside = name[len(parent) + 1 :].split(".", maxsplit=1)[0] if parent and name.startswith(f"{parent}.") else name.split(".", maxsplit=1)[0]
+    inside = (
+        name[len(parent) + 1 :].split(".", maxsplit=1)[0]
+        if parent and name.startswith(f"{parent}.")
+        else name.split(".", maxsplit=1)[0]
+    )
     order = list(plan)
     if inside in order and list_name in order:
         return "first" if order.index(inside) < order.index(list_name) else "last"

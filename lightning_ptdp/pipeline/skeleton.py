@@ -159,9 +159,7 @@ class Skeleton:
     hollow from then on.
     """
 
-    def __init__(
-        self, module: nn.Module, partition: Partition, stages: tuple[int, ...], device: torch.device
-    ) -> None:
+    def __init__(self, module: nn.Module, partition: Partition, stages: tuple[int, ...], device: torch.device) -> None:
         """Split `module`.
 
         stages: the stages of this rank, ascending.
