@@ -32,8 +32,10 @@ from lightning_ptdp.pipeline.runtime import Runtime
 from lightning_ptdp.pipeline.skeleton import Skeleton
 from lightning_ptdp.pipeline.stage import StageWorker
 from lightning_ptdp.schedule import Action, Program, Span, choose, generate, lower
+from lightning_ptdp.tensor_parallel.convert import convert
+from lightning_ptdp.tensor_parallel.logits import join_all
+from lightning_ptdp.tensor_parallel.plan import Placement
 from lightning_ptdp.tensor_parallel.random import RandomStreams
-from lightning_ptdp.tensor_parallel.shard import Shard
 
 UserStep = Callable[[Microbatch, bool], Any]
 """Runs the user's step on a microbatch; the flag says whether this is the run that ends in a loss."""
@@ -85,17 +87,19 @@ class Engine:
         self.num_stages = self._p * config.virtual_pipeline_size
         self.stages = tuple(range(groups.at.pipeline, self.num_stages, self._p))
         self.skeleton: Skeleton | None = None
-        self.shards: dict[str, Shard] = {}
+        self.placement = Placement()
         self.buffers: GradientBuffers | None = None
         self._shared: SharedGradients | None = None
         self._streams = RandomStreams(seed, device)
         self._messenger = Messenger(groups.pipeline, device)
         self._runtime = Runtime(self._messenger, groups.pipeline_ranks, groups.at.pipeline)
         self._current: Action | None = None
+        self._summed: list[nn.Parameter] = []
+        self._replicated: list[nn.Parameter] = []
 
     # -- set-up ----------------------------------------------------------------------------------------------------
 
-    def set_up(self, module: nn.Module, partition: Partition | None) -> None:
+    def set_up(self, module: nn.Module, partition: Partition | None, placement: Placement) -> None:
         """Own this rank's part of `module`; one that an earlier run of the same layout set up is taken over.
 
         partition: None where one stage is the whole module.
@@ -103,6 +107,9 @@ class Engine:
         self.skeleton = Skeleton.of(module)
         if self.skeleton is None and partition is not None:
             self.skeleton = Skeleton(module, partition, self.stages, self.device)
+        if self.groups.topology.tensor_parallel_size > 1:
+            convert(module, placement, self.groups.tensor, self.device)
+        self.placement = placement
 
     def state_names(self, module: nn.Module) -> tuple[str, ...]:
         """Names of the plain module's state, in order."""
@@ -120,6 +127,9 @@ class Engine:
         """Make gradient buffers for the parameters that optimizers train and this rank owns."""
         self.release()
         self.buffers = GradientBuffers(trained)
+        names = self.plain_names(module)
+        self._summed = [p for p in trained if names[p] in self.placement.summed]
+        self._replicated = [p for p in trained if names[p] not in self.placement.shards]
         if self.skeleton is not None:
             self._shared = SharedGradients(self._shared_parameters(module, self.skeleton), self.groups, self.device)
 
@@ -257,7 +267,7 @@ class Engine:
             if math.isnan(unit):
                 unit = weight.unit
                 run.scale = unit * counts
-            run.outputs.append(result)
+            run.outputs.append(join_all(result))
             run.weights.append(weight.value)
             run.losses.append(loss.detach())
             return _scaled(loss, weight.value, run.scale * accumulate)
@@ -273,12 +283,14 @@ class Engine:
         self.buffers.finish_batch(factor, is_first=is_first, is_only=is_first and is_last)
 
     def reduce_gradients(self) -> None:
-        """Sum the window's gradients over replicas, then over the stages that share a parameter, and publish them.
+        """Sum the window's gradients over tensor peers where a weight is used on each one's own heads, over replicas, and
+        over the stages that share a parameter; then publish them.
 
         In this order both copies of a tied weight hold the same bits: a sum over replicas may round differently in
         buffers of different layout, and the last sum is over the copies.
         """
         assert self.buffers is not None, "a batch was run"
+        self.buffers.sum_over(self._summed, self.groups.tensor)
         self.buffers.reduce(self.groups.data)
         if self._shared is not None:
             self._shared.reduce(self.buffers)
@@ -295,7 +307,7 @@ class Engine:
         unless each has a shard."""
         at = self.groups.at
         owner = 0 if self.skeleton is None else min(self.skeleton.owners(name)) % self._p
-        return at.pipeline == owner and (at.tensor == 0 or name in self.shards)
+        return at.pipeline == owner and (at.tensor == 0 or name in self.placement.shards)
 
     # -- what is going on ------------------------------------------------------------------------------------------
 

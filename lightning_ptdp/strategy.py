@@ -33,11 +33,9 @@ from lightning_ptdp.config import Auto, ParallelConfig
 from lightning_ptdp.engine import BatchRun, Engine
 from lightning_ptdp.exchange import Exchange, StepReport
 from lightning_ptdp.failure import FailureBoard
+from lightning_ptdp.layout import Layout, Wishes, choose_model_parallel, lay_out, layout_of, memory_of, remember
 from lightning_ptdp.logging import ALREADY_SYNCED, LogRecorder
 from lightning_ptdp.metrics import connect_metrics, frozen_metrics
-from lightning_ptdp.pipeline.partition import Partition
-from lightning_ptdp.pipeline.partition import partition as cut
-from lightning_ptdp.pipeline.skeleton import Skeleton
 from lightning_ptdp.precision import PTDPPrecision
 from lightning_ptdp.progress import EvaluationProgress
 from lightning_ptdp.schedule import SCHEDULES
@@ -117,9 +115,7 @@ class PTDPStrategy(ParallelStrategy):
             sequence_parallel=sequence_parallel,
             pipeline_split=None if pipeline_split is None else tuple(pipeline_split),
         )
-        self.tensor_parallel_plan = tensor_parallel_plan
-        self.pipeline_blocks = pipeline_blocks
-        self.first, self.last, self.shared = tuple(first), tuple(last), tuple(shared)
+        self._wishes = Wishes(tensor_parallel_plan, pipeline_blocks, tuple(first), tuple(last), tuple(shared))
         self.num_nodes = 1
         self._backend, self._timeout = process_group_backend, timeout
         self._faults: list[str] = []
@@ -176,22 +172,42 @@ class PTDPStrategy(ParallelStrategy):
         rank_zero_only.rank = fabric_rank_zero_only.rank = self.global_rank
 
     def setup_environment(self) -> None:
-        """Join the world, and make the process groups of the layout."""
+        """Join the world, and make the process groups of the layout where the sizes are known already."""
         super().setup_environment()
         reset_seed()
         self.set_world_ranks()
         self._join_world()
         self._faults = self.config.faults(SCHEDULES)
+        assert self.lightning_module is not None, "connected before"
+        is_fixed = "auto" not in (self.config.tensor_parallel_size, self.config.pipeline_parallel_size)
+        if is_fixed or any(True for _ in self.lightning_module.parameters()):
+            self._make_groups()
+
+    def _make_groups(self) -> None:
+        """Choose what was left to "auto", and make the groups; faults are kept for `setup`, which raises them all."""
         if self._faults:
             return
-        topology, self._faults = self.config.resolve(self.world_size)
+        topology, self._faults = self.config.resolve(self.world_size, self._choice())
         if self._faults or (self._groups is not None and self._groups.topology == topology):
             return
         self._groups = Groups.create(topology, self.root_device.type)
         self._exchange = Exchange(self._groups)
         assert self.cluster_environment is not None, "set by the connector"
-        self._board = FailureBoard(
-            topology, self.global_rank, self.cluster_environment.main_address, self._groups.world
+        host = self.cluster_environment.main_address
+        self._board = FailureBoard(topology, self.global_rank, host, self._groups.world)
+
+    def _choice(self) -> tuple[int, int]:
+        assert self.lightning_module is not None, "connected before"
+        known = layout_of(self.lightning_module)
+        if known is not None:
+            return known.topology.tensor_parallel_size, known.topology.pipeline_parallel_size
+        return choose_model_parallel(
+            self.lightning_module,
+            self.config,
+            self._wishes,
+            world_size=self.world_size,
+            devices_per_node=self.num_processes,
+            device_bytes=memory_of(self.root_device, self.num_processes),
         )
 
     def _join_world(self) -> None:
@@ -216,15 +232,16 @@ class PTDPStrategy(ParallelStrategy):
         assert self.accelerator is not None and self.lightning_module is not None, "set by the Trainer"
         module, fits = self.lightning_module, trainer.state.fn == TrainerFn.FITTING
         self.accelerator.setup(trainer)
-        partition = self._check(module)
+        layout = self._check(module)
         if self._board is not None:
             self._board.__enter__()
-        if Skeleton.of(module) is None:
+        if layout_of(module) is None:
             pin_summaries(trainer, module)
             agree_on_weights(module, self.groups)
+            remember(module, layout)
         self.precision.convert_module(module)
         self._engine = Engine(self.config, self.groups, self.root_device, self._agreed_seed())
-        self._engine.set_up(module, partition)
+        self._engine.set_up(module, layout.partition, layout.placement)
         self.model_to_device()
         if fits:
             self.setup_optimizers(trainer)
@@ -236,32 +253,25 @@ class PTDPStrategy(ParallelStrategy):
             trainer.callbacks.append(self._progress)
         self.barrier("setup")
 
-    def _check(self, module: pl.LightningModule) -> Partition | None:
-        """Raise on every rank with all that is wrong; returns the cut of the module, None without a pipeline."""
-        faults, partition = list(self._faults), None
-        try:
-            p = self.config.pipeline_parallel_size
-            stages = (p if isinstance(p, int) else 1) * self.config.virtual_pipeline_size
-            if stages > 1:
-                partition = cut(
-                    module,
-                    stages,
-                    blocks=self.pipeline_blocks,
-                    split=self.config.pipeline_split,
-                    first=self.first,
-                    last=self.last,
-                    shared=self.shared,
-                )
-        except ValueError as error:
-            faults.append(str(error))
-        if partition is not None and not module.automatic_optimization:
+    def _check(self, module: pl.LightningModule) -> Layout:
+        """The layout of the module; raises on every rank with all that is wrong, before the first collective on it."""
+        if self._groups is None:
+            self._make_groups()
+        faults = list(self._faults)
+        known = self.config.faults(SCHEDULES)
+        topology = self._groups.topology if self._groups is not None else self.config.resolve(self.world_size)[0]
+        layout, more = Layout(topology, 1), []
+        if not known:
+            layout, more = lay_out(module, self.config, topology, self._wishes)
+        faults += more
+        if topology.pipeline_parallel_size > 1 and not module.automatic_optimization:
             faults.append(
                 "manual optimization runs backward inside training_step, where only the last stage arrives; use "
                 "automatic optimization, or pipeline_parallel_size=1"
             )
         if faults:
             raise ValueError("PTDPStrategy cannot run this:\n" + "\n".join(f"- {fault}" for fault in faults))
-        return partition
+        return layout
 
     def _agreed_seed(self) -> int:
         seed: int = collectives.broadcast_object(torch.initial_seed(), 0, self.groups.world)
@@ -519,7 +529,7 @@ class PTDPStrategy(ParallelStrategy):
 
     def _whole_state(self) -> WholeState:
         assert self.lightning_module is not None, "set by the Trainer"
-        return WholeState(self.groups, self.engine.state_names(self.lightning_module), self.engine.shards)
+        return WholeState(self.groups, self.engine.state_names(self.lightning_module), self.engine.placement.shards)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The plain module's state on global rank 0, empty elsewhere; every rank must call this."""

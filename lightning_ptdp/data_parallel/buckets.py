@@ -120,6 +120,16 @@ class GradientBuffers:
                 all_reduce_(buffer.flat, group)
                 buffer.agree()
 
+    def sum_over(self, parameters: Sequence[nn.Parameter], group: ProcessGroup) -> None:
+        """Sum the gradients of some parameters over a group whose ranks hold them whole, in one all-reduce."""
+        places = [self._place(parameter) for parameter in parameters if parameter in self]
+        if not places or group.size() == 1:
+            return
+        flat = torch.cat([buffer.views[i].reshape(-1) for buffer, i in places])
+        all_reduce_(flat, group)
+        for (buffer, i), part in zip(places, flat.split([buffer.views[i].numel() for buffer, i in places]), strict=True):
+            buffer.views[i].copy_(part.view(buffer.views[i].shape))
+
     def gradient(self, parameter: nn.Parameter) -> Tensor | None:
         """The summed gradient of a parameter, in the buffer's dtype; None where no replica gave it any."""
         buffer, i = self._place(parameter)

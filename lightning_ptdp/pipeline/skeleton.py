@@ -18,6 +18,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -96,7 +97,7 @@ class Pass:
     def __exit__(self, *_: object) -> None:
         _active.value = None
 
-    def run_block(self, block: nn.Module, index: int, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def run_block(self, index: int, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Answer the call of block `index` in the way that its place relative to the stage asks."""
         self._check_order(index)
         self.next_block += 1
@@ -271,12 +272,14 @@ def _aliases(module: nn.Module) -> dict[str, tuple[str, ...]]:
 
 
 def _swap_class(module: nn.Module, call: Callable[..., Any]) -> None:
+    """Give a module a class of its own; `call` is handed the module and its former `__call__`."""
     base = type(module)
-    module.__class__ = type(
-        base.__name__,
-        (base,),
-        {"__call__": call, "__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__},
-    )
+
+    def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
+        return call(self, partial(base.__call__, self), args, kwargs)
+
+    names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
+    module.__class__ = type(base.__name__, (base,), {"__call__": __call__, **names})
 
 
 def _outside_a_run(what: str) -> RuntimeError:
@@ -286,24 +289,23 @@ def _outside_a_run(what: str) -> RuntimeError:
     )
 
 
-def _block_call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    call = super(type(self), self).__call__  # type: ignore[misc]
+def _block_call(self: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     run = _current()
     if run is not None:
-        return run.run_block(self, self._ptdp_index, call, args, kwargs)  # type: ignore[arg-type]
+        return run.run_block(self._ptdp_index, call, args, kwargs)  # type: ignore[arg-type]
     if self._ptdp_owned:
         return call(*args, **kwargs)  # recomputed by a user's checkpoint, in the backward
     raise _outside_a_run(f"block {self._ptdp_index}")
 
 
-def _first_call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _first_call(self: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     run = _current()
     if run is None:
         if self._ptdp_owned:
-            return super(type(self), self).__call__(*args, **kwargs)  # type: ignore[misc]
+            return call(*args, **kwargs)
         raise _outside_a_run(repr(self._ptdp_name))
     if run.is_first:
-        return super(type(self), self).__call__(*args, **kwargs)  # type: ignore[misc]
+        return call(*args, **kwargs)
     if run.next_block == run.end:
         raise RuntimeError(
             f"{self._ptdp_name!r} ran after the last block, on a stage that does not own it: either the step calls the "
@@ -320,14 +322,14 @@ def _first_call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         raise
 
 
-def _last_call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _last_call(self: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     run = _current()
     if run is None:
         if self._ptdp_owned:
-            return super(type(self), self).__call__(*args, **kwargs)  # type: ignore[misc]
+            return call(*args, **kwargs)
         raise _outside_a_run(repr(self._ptdp_name))
     if run.is_last and run.next_block == run.end:
-        return super(type(self), self).__call__(*args, **kwargs)  # type: ignore[misc]
+        return call(*args, **kwargs)
     raise RuntimeError(
         f"{self._ptdp_name!r} ran before the last block, where only its own stage could run it: name it in first=[...] "
         "if it runs before the blocks, or in shared=[...] if several stages use it"

@@ -1,0 +1,171 @@
+"""How a module lies on the ranks: sizes, stages and shards, worked out before anything is changed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from lightning_ptdp.config import ParallelConfig, divisors
+from lightning_ptdp.pipeline.blocks import find_blocks
+from lightning_ptdp.pipeline.partition import Partition, partition
+from lightning_ptdp.tensor_parallel.plan import (
+    Placement,
+    check_heads,
+    check_plan,
+    find_plan,
+    place,
+    suggestion,
+)
+from lightning_ptdp.topology import Topology
+
+STATE_BYTES = 16  # a parameter: float32 weight and gradient, two moments of Adam
+STATE_SHARE = 0.6  # of a device's memory; the rest is for activations
+
+_ATTRIBUTE = "_ptdp_layout"
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What a user said about the module, besides sizes."""
+
+    plan: Mapping[str, str] | None = None
+    blocks: str | None = None
+    first: Sequence[str] = ()
+    last: Sequence[str] = ()
+    shared: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A module's place on the ranks. partition: None without a pipeline."""
+
+    topology: Topology
+    num_stages: int
+    partition: Partition | None = None
+    placement: Placement = field(default_factory=Placement)
+
+
+def layout_of(module: nn.Module) -> Layout | None:
+    """The layout that a module was set up in before."""
+    found: Layout | None = module.__dict__.get(_ATTRIBUTE)
+    return found
+
+
+def remember(module: nn.Module, layout: Layout) -> None:
+    """Note a layout on the module that is about to be set up in it."""
+    module.__dict__[_ATTRIBUTE] = layout
+
+
+def lay_out(module: nn.Module, config: ParallelConfig, topology: Topology, wishes: Wishes) -> tuple[Layout, list[str]]:
+    """The layout of a whole module, and what is wrong with it, a sentence each.
+
+    A module that was set up before keeps its layout, and a wish for another is a fault.
+    """
+    stages = topology.pipeline_parallel_size * config.virtual_pipeline_size
+    known = layout_of(module)
+    if known is not None:
+        same = (
+            known.topology.tensor_parallel_size == topology.tensor_parallel_size
+            and known.topology.pipeline_parallel_size == topology.pipeline_parallel_size
+            and known.num_stages == stages
+        )
+        faults = [] if same else [_was_split(known, topology, stages)]
+        return Layout(topology, stages, known.partition, known.placement), faults
+    cut, faults = _partition(module, config, stages, wishes)
+    placement, more = _placement(module, topology.tensor_parallel_size, wishes)
+    return Layout(topology, stages, cut, placement), faults + more
+
+
+def _was_split(known: Layout, topology: Topology, stages: int) -> str:
+    return (
+        f"the module was split for tensor_parallel_size={known.topology.tensor_parallel_size} and {known.num_stages} "
+        f"stages by an earlier run, and each rank holds only its part; this run asks for "
+        f"tensor_parallel_size={topology.tensor_parallel_size} and {stages} stages: build a new module for it, and load "
+        "a checkpoint"
+    )
+
+
+def _partition(
+    module: nn.Module, config: ParallelConfig, stages: int, wishes: Wishes
+) -> tuple[Partition | None, list[str]]:
+    if stages == 1:
+        return None, []
+    try:
+        found = partition(
+            module,
+            stages,
+            blocks=wishes.blocks,
+            split=config.pipeline_split,
+            first=wishes.first,
+            last=wishes.last,
+            shared=wishes.shared,
+        )
+    except ValueError as error:
+        return None, [str(error)]
+    return found, []
+
+
+def _placement(module: nn.Module, size: int, wishes: Wishes) -> tuple[Placement, list[str]]:
+    if size == 1:
+        return Placement(), []
+    plan = dict(wishes.plan) if wishes.plan is not None else find_plan(module)
+    if not plan:
+        return Placement(), [
+            f"tensor_parallel_size={size} needs a plan that says how to split the layers, and the module carries none; "
+            "pass tensor_parallel_plan= to the strategy. A first draft to correct (colwise into a split region, rowwise "
+            f"out of it):\n{suggestion(module)}"
+        ]
+    faults = check_plan(module, plan, is_given=wishes.plan is not None)
+    if faults:
+        return Placement(), faults
+    placement, faults = place(module, plan, size)
+    return placement, faults + check_heads(module, placement, size)
+
+
+def choose_model_parallel(
+    module: nn.Module,
+    config: ParallelConfig,
+    wishes: Wishes,
+    *,
+    world_size: int,
+    devices_per_node: int,
+    device_bytes: int,
+) -> tuple[int, int]:
+    """The (t, p) for sizes left to "auto": the smallest t * p whose weights and states leave room for activations.
+
+    t grows first, up to the devices of a node, where the module's plan and heads allow it; then p (the takeaways of
+    SC'21 section 3). Where nothing fits, the largest that divides the processes.
+    """
+    parameters = sum(parameter.numel() for parameter in module.parameters())
+    tensor = [config.tensor_parallel_size] if config.tensor_parallel_size != "auto" else [
+        t for t in divisors(devices_per_node) if t == 1 or not _placement(module, t, wishes)[1]
+    ]
+    pipeline = [config.pipeline_parallel_size] if config.pipeline_parallel_size != "auto" else [
+        p for p in divisors(world_size) if p == 1 or p * config.virtual_pipeline_size <= _num_blocks(module, wishes)
+    ]
+    pairs = [(t, p) for t in tensor for p in pipeline if world_size % (t * p) == 0]
+    if not pairs:
+        return tensor[0], pipeline[0]
+    room = device_bytes * STATE_SHARE
+    fitting = [pair for pair in pairs if parameters * STATE_BYTES / (pair[0] * pair[1]) <= room]
+    if fitting:
+        return min(fitting, key=lambda pair: (pair[0] * pair[1], -pair[0]))
+    return max(pairs, key=lambda pair: (pair[0] * pair[1], pair[0]))
+
+
+def _num_blocks(module: nn.Module, wishes: Wishes) -> int:
+    try:
+        return sum(1 for _ in module.get_submodule(find_blocks(module, wishes.blocks)).children())
+    except ValueError:
+        return 1
+
+
+def memory_of(device: torch.device, processes_per_node: int) -> int:
+    """Bytes of memory that a rank may count on: its device's, or its share of the host's."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // processes_per_node

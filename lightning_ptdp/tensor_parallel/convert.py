@@ -1,0 +1,112 @@
+"""Applies a placement: cuts parameters in place, and gives modules their parallel forward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed import ProcessGroup
+
+from lightning_ptdp.tensor_parallel import forwards
+from lightning_ptdp.tensor_parallel.forwards import Forward, Peers
+from lightning_ptdp.tensor_parallel.plan import Placement, is_transposed
+from lightning_ptdp.tensor_parallel.random import SplitRegion
+
+_CONVERTED = "_ptdp_is_parallel"
+
+
+def convert(module: nn.Module, placement: Placement, group: ProcessGroup, device: torch.device) -> None:
+    """Turn the owned part of a module into this rank's shard of it.
+
+    Parameters stay the same objects under the same names, so that optimizers, tied weights and state dicts keep them.
+    Modules without registered parameters of their own (hollow ones) are left alone. A second call does nothing.
+
+    device: where the rank computes.
+    """
+    if module.__dict__.get(_CONVERTED):
+        return
+    module.__dict__[_CONVERTED] = True
+    peers = Peers(group, SplitRegion(group.rank(), device))
+    owned = dict(module.named_parameters(remove_duplicate=False))
+    widths = {name: tuple(parameter.shape) for name, parameter in owned.items()}
+    _cut(owned, placement, peers)
+    for path, style in placement.styles.items():
+        child = module.get_submodule(path)
+        if _is_owned(path, style, owned, placement):
+            make = _maker(path, style, child, widths, placement)
+            if make is not None:
+                _give_forward(child, lambda forward, make=make, child=child: make(child, forward, peers))
+    for name in placement.sizes:
+        path, _, leaf = name.rpartition(".")
+        holder = module.get_submodule(path)
+        setattr(holder, leaf, getattr(holder, leaf) // peers.size)
+
+
+def _cut(owned: dict[str, nn.Parameter], placement: Placement, peers: Peers) -> None:
+    done: set[nn.Parameter] = set()
+    for name, parameter in owned.items():
+        shard = placement.shards.get(name)
+        if shard is not None and parameter not in done:
+            parameter.data = shard.cut(parameter.data, peers.rank, peers.size)
+            done.add(parameter)
+
+
+def _is_owned(path: str, style: str, owned: dict[str, nn.Parameter], placement: Placement) -> bool:
+    """Whether a module runs on this rank: it has parameters here, or none anywhere."""
+    mine = any(name.startswith(f"{path}.") for name in owned)
+    return mine or style in ("moe_identity_expert", "all_reduce")
+
+
+def _maker(  # noqa: PLR0911  one return a style
+    path: str, style: str, child: nn.Module, widths: dict[str, tuple[int, ...]], placement: Placement
+) -> Callable[[Any, Forward, Peers], Forward] | None:
+    """What makes the parallel forward of a style; None where the module's own is right."""
+    if path in placement.heads:
+        width = widths[f"{path}.weight"][0]
+        return lambda m, f, p: forwards.vocabulary_head(m, f, p, width=width)
+    if style in ("colwise", "packed_colwise", "packed_qkv_colwise"):
+        if not _is_linear(child):
+            return None  # a holder of bare parameters, each with an entry of its own
+        opens = path in placement.regions
+        return lambda m, f, p: forwards.colwise(m, f, p, opens_region=opens)
+    if style == "colwise_gather_output":
+        shape = widths[f"{path}.weight"]
+        width = shape[1] if is_transposed(child) else shape[0]
+        return lambda m, f, p: forwards.colwise_gather_output(m, f, p, width=width)
+    if style in ("rowwise", "packed_rowwise", "rowwise_split_input"):
+        if not _is_linear(child):
+            return None
+        return lambda m, f, p: forwards.rowwise(m, f, p, splits_input=style == "rowwise_split_input")
+    if style == "embedding_rowwise":
+        return lambda m, f, p: forwards.embedding_rowwise(m, f, p, vocabulary=widths[f"{path}.weight"][0])
+    simple: dict[str, Callable[[Any, Forward, Peers], Forward]] = {
+        "embedding_colwise": forwards.embedding_colwise,
+        "moe_tp_experts": forwards.moe_experts,
+        "moe_identity_expert": forwards.moe_identity_expert,
+        "mla_kv_a_proj": forwards.mla_kv_a_proj,
+        "all_reduce": forwards.all_reduce,
+    }
+    return simple.get(style)
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear) or is_transposed(module)
+
+
+def _give_forward(module: nn.Module, make: Callable[[Forward], Forward]) -> None:
+    """Swap the class for one whose forward is parallel, around the module's own."""
+    base = type(module)
+    own = module.__dict__.get("forward") or base.forward.__get__(module)
+    parallel = make(own)
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:  # noqa: ARG001
+        return parallel(*args, **kwargs)
+
+    module.__dict__.pop("forward", None)
+    module.__class__ = type(
+        base.__name__, (base,), {"forward": forward, "__module__": base.__module__, "__qualname__": base.__qualname__}
+    )
+
+

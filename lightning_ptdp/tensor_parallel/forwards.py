@@ -1,0 +1,204 @@
+"""The parallel forward of each style, on an ordinary module that holds a shard of its weight.
+
+Each runs in a class of its own that derives from the module's: what the module's own forward does besides (scaling an
+embedding, say) still happens, and `isinstance` holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.nn import functional as F
+
+from lightning_ptdp.comm.collectives import chunk_sizes, copy_to, gather_from, reduce_from, scatter_to
+from lightning_ptdp.tensor_parallel.logits import SplitLogits
+from lightning_ptdp.tensor_parallel.plan import is_transposed
+from lightning_ptdp.tensor_parallel.random import SplitRegion
+
+Forward = Callable[..., Any]
+
+
+@dataclass
+class Peers:
+    """What the parallel forwards of a module know of their tensor group, and share."""
+
+    group: ProcessGroup
+    region: SplitRegion
+    _copied: tuple[Tensor, tuple[int, bool], Tensor] | None = None
+
+    @property
+    def size(self) -> int:
+        """Number of peers."""
+        return self.group.size()
+
+    @property
+    def rank(self) -> int:
+        """This rank's place among them."""
+        return self.group.rank()
+
+    def copy(self, tensor: Tensor) -> Tensor:
+        """`copy_to`, once for all projections of one input in a row: their gradients are added up before one all-reduce.
+
+        The last copy is kept until `forget`, and used again for the same, unchanged input.
+        """
+        state = (tensor._version, torch.is_grad_enabled())
+        if self._copied is None or self._copied[0] is not tensor or self._copied[1] != state:
+            self._copied = tensor, state, copy_to(tensor, self.group)
+        return self._copied[2]
+
+    def forget(self) -> None:
+        """Let go of the last copy; what projected the input is done."""
+        self._copied = None
+
+
+def colwise(module: nn.Module, forward: Forward, peers: Peers, *, opens_region: bool) -> Forward:
+    """Input whole, output split along its last dim."""
+
+    def parallel(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        output = _linear(module, forward, peers.copy(x), *args, **kwargs)
+        if opens_region and module.training:
+            peers.region.enter()
+        return output
+
+    return parallel
+
+
+def colwise_gather_output(module: nn.Module, forward: Forward, peers: Peers, *, width: int) -> Forward:
+    """Input whole, output split and joined again."""
+
+    def parallel(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        output = _linear(module, forward, peers.copy(x), *args, **kwargs)
+        return gather_from(output, peers.group, -1, width)
+
+    return parallel
+
+
+def vocabulary_head(module: nn.Module, forward: Forward, peers: Peers, *, width: int) -> Forward:
+    """Input whole; output stays split behind `SplitLogits` in training, and is joined at once in evaluation."""
+
+    def parallel(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        output = _linear(module, forward, peers.copy(x), *args, **kwargs)
+        peers.forget()
+        if torch.is_grad_enabled():
+            return SplitLogits.make(output, peers.group, -1, width)
+        return gather_from(output, peers.group, -1, width)
+
+    return parallel
+
+
+def rowwise(module: nn.Module, forward: Forward, peers: Peers, *, splits_input: bool) -> Forward:  # noqa: ARG001
+    """Input split along its last dim (or split here), output summed; the bias, which is whole, is added once."""
+    transposed = is_transposed(module)
+
+    def parallel(x: Tensor) -> Tensor:
+        peers.region.leave()
+        peers.forget()
+        if splits_input:
+            x = scatter_to(x, peers.group, -1)
+        weight = module.get_parameter("weight")
+        partial = F.linear(x, weight.t() if transposed else weight)
+        output = reduce_from(partial, peers.group)
+        bias = getattr(module, "bias", None)
+        return output if bias is None else output + bias
+
+    return parallel
+
+
+def embedding_rowwise(module: nn.Embedding, forward: Forward, peers: Peers, *, vocabulary: int) -> Forward:
+    """Each peer looks up what it holds; the partial results are summed."""
+    sizes = chunk_sizes(vocabulary, peers.size)
+    first, held = sum(sizes[: peers.rank]), sizes[peers.rank]
+    if module.padding_idx is not None:
+        local = module.padding_idx - first
+        module.padding_idx = local if 0 <= local < held else None
+
+    def parallel(ids: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        is_outside = (ids < 0) | (ids >= vocabulary)
+        if ids.device.type == "cpu" and bool(is_outside.any()):
+            raise IndexError(
+                f"an embedding of {vocabulary} rows was asked for indices {ids[is_outside].unique().tolist()[:8]}"
+            )
+        local = ids - first
+        is_mine = (local >= 0) & (local < held)
+        found = forward(local.clamp(0, held - 1), *args, **kwargs).masked_fill(~is_mine[..., None], 0.0)
+        if ids.device.type != "cpu":
+            found = found.masked_fill(is_outside[..., None], float("nan"))  # where raising would wait for the device
+        return reduce_from(found, peers.group)
+
+    return parallel
+
+
+def embedding_colwise(module: nn.Embedding, forward: Forward, peers: Peers) -> Forward:
+    """Each peer looks up its part of every vector; the parts are joined."""
+    width = module.embedding_dim
+
+    def parallel(ids: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return gather_from(forward(ids, *args, **kwargs), peers.group, -1, width)
+
+    return parallel
+
+
+def moe_experts(module: nn.Module, forward: Forward, peers: Peers) -> Forward:
+    """Every peer runs a part of every expert; hidden states and routing weights are whole, outputs are summed."""
+
+    def parallel(hidden: Tensor, *routing: Any, **kwargs: Any) -> Tensor:
+        if module.training:
+            peers.region.enter()
+        copied = [copy_to(item, peers.group) if _is_floating(item) else item for item in routing]
+        named = {name: copy_to(item, peers.group) if _is_floating(item) else item for name, item in kwargs.items()}
+        output = forward(copy_to(hidden, peers.group), *copied, **named)
+        peers.region.leave()
+        return reduce_from(output, peers.group)
+
+    return parallel
+
+
+def moe_identity_expert(module: nn.Module, forward: Forward, peers: Peers) -> Forward:  # noqa: ARG001
+    """Returns its input on every peer, which will be summed: so each gives its share."""
+
+    def parallel(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return forward(x / peers.size, *args, **kwargs)
+
+    return parallel
+
+
+def mla_kv_a_proj(module: nn.Module, forward: Forward, peers: Peers) -> Forward:
+    """The rotary part of the output goes to every peer's own heads, past the column-parallel projection."""
+    width = getattr(getattr(module, "config", None), "qk_rope_head_dim", None)
+    if not isinstance(width, int):
+        raise ValueError(
+            f"style mla_kv_a_proj needs config.qk_rope_head_dim of its module, and {type(module).__name__} has none; "
+            "leave it out of the plan"
+        )
+
+    def parallel(*args: Any, **kwargs: Any) -> Tensor:
+        output = forward(*args, **kwargs)
+        return torch.cat([output[..., :-width], copy_to(output[..., -width:], peers.group)], dim=-1)
+
+    return parallel
+
+
+def all_reduce(module: nn.Module, forward: Forward, peers: Peers) -> Forward:  # noqa: ARG001
+    """Outputs are partial, and summed."""
+
+    def parallel(*args: Any, **kwargs: Any) -> Tensor:
+        return reduce_from(forward(*args, **kwargs), peers.group)
+
+    return parallel
+
+
+def _linear(module: nn.Module, forward: Forward, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """The module's own forward on its shard; of a transposed linear the plain product, since its forward knows widths."""
+    if not is_transposed(module):
+        output: Tensor = forward(x, *args, **kwargs)
+        return output
+    return F.linear(x, module.get_parameter("weight").t(), getattr(module, "bias", None))
+
+
+def _is_floating(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
