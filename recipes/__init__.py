@@ -1,0 +1,1 @@
+"""Recipes: plain LightningModules with their configurations. Nothing here knows of parallelism."""
