@@ -1,7 +1,7 @@
 """`ptdp data`: prepare a corpus as training would, and say what came out."""
 
 from lightning_ptdp.data import TextDataModule, num_sequences
-from lightning_ptdp.data.prepare import Part
+from lightning_ptdp.data.preparation import Part
 
 from .terminal import say, show_table
 

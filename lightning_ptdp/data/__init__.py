@@ -5,7 +5,7 @@ from .datamodule import TextDataModule
 from .files import FileCorpus, find_files
 from .hub import DatasetCorpus, open_dataset
 from .pack import IGNORED, PackedSequences, TokenStream, num_sequences, open_stream
-from .prepare import Prepared, PrepareOptions, load_prepared, prepare
+from .preparation import Prepared, PrepareOptions, load_prepared, prepare
 from .split import is_held_out
 from .standard_library import standard_library_files
 from .tokenizer import END_OF_TEXT, load_tokenizer, train_tokenizer

@@ -14,7 +14,7 @@ from .corpus import Corpus
 from .files import FileCorpus, find_files
 from .hub import DatasetCorpus, open_dataset
 from .pack import PackedSequences
-from .prepare import Prepared, PrepareOptions, load_prepared, prepare
+from .preparation import Prepared, PrepareOptions, load_prepared, prepare
 from .standard_library import standard_library_files
 from .store import write_text_whole
 from .tokenizer import end_of_text, load_tokenizer

@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from hashlib import blake2b
@@ -175,7 +176,9 @@ def _write_tokenizer(path: Path, documents: Documents, rows: Sequence[int], opti
     sample = _first_bytes(documents, rows)
     total = mib(sum(documents.num_bytes[row] for row in sample))
     log.info("tokenizer: training %d tokens on %d documents, %s", options.vocab_size, len(sample), total)
-    train_tokenizer(_texts(documents, sample), vocab_size=options.vocab_size).save(str(path))
+    show_progress = sys.stderr.isatty()
+    tokenizer = train_tokenizer(_texts(documents, sample), vocab_size=options.vocab_size, show_progress=show_progress)
+    tokenizer.save(str(path))
 
 
 def _write_part(name: str, documents: Documents, rows: Sequence[int], folder: Path, num_proc: int) -> Part:
