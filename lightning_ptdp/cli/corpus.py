@@ -20,7 +20,6 @@ def prepare_corpus(
     vocab_size: int = 8192,
     seq_len: int = 1024,
     val_fraction: float = 0.05,
-    num_proc: int | None = None,
     cache_dir: str | None = None,
 ) -> None:
     """Prepare a corpus for training, and count documents, tokens and sequences. The options are TextDataModule's.
@@ -38,7 +37,6 @@ def prepare_corpus(
         vocab_size: tokens of the tokenizer that is trained.
         seq_len: tokens in a sequence.
         val_fraction: the part of the documents held out for validation, chosen by their content.
-        num_proc: processes that tokenise; every core by default.
         cache_dir: where prepared corpora are kept; ~/.cache/lightning_ptdp/data by default.
     """
     module = TextDataModule(
@@ -54,7 +52,6 @@ def prepare_corpus(
         vocab_size=vocab_size,
         seq_len=seq_len,
         val_fraction=val_fraction,
-        num_proc=num_proc,
         cache_dir=cache_dir,
     )
     module.prepare_data()
@@ -62,7 +59,7 @@ def prepare_corpus(
     prepared = module.prepared
     columns = ["split", "documents", "bytes", "tokens", "bytes a token", f"sequences of {seq_len}"]
     rows = [_row("train", prepared.train, seq_len), _row("validation", prepared.validation, seq_len)]
-    show_table(f"{prepared.corpus}, vocabulary {prepared.vocab_size:,}", columns, rows)
+    show_table(f"{module.source}, vocabulary {prepared.vocab_size:,}", columns, rows)
     say(f"kept in {prepared.folder}")
 
 

@@ -21,7 +21,7 @@ class Documents:
     """The documents of a corpus, ready to be read in batches.
 
     rows: a `datasets.Dataset`, one row a document.
-    read: a batch of rows (column name -> values) -> one text a row; picklable, as other processes call it.
+    read: a batch of rows (column name -> values) -> one text a row.
     digests: one a row, `digest` of the document's UTF-8 bytes.
     num_bytes: one a row, the length of the document in UTF-8; 0 is an empty document.
     """
@@ -45,8 +45,8 @@ class Corpus(ABC):
         """Equal for equal content, wherever it lies and whatever it is called; hexadecimal."""
 
     @abstractmethod
-    def documents(self, *, num_proc: int) -> Documents:
-        """All documents in an order that follows from the content; `num_proc` processes may help."""
+    def documents(self) -> Documents:
+        """All documents, in an order that is the same whenever `content_digest` is."""
 
 
 def digest(content: bytes) -> bytes:

@@ -46,7 +46,6 @@ class TextDataModule(L.LightningDataModule):
         batch_size: sequences in a batch of one replica, b.
         val_fraction: the part of the documents held out for validation, chosen by their content.
         num_workers: processes that load batches; 0 is right for nearly all, as a batch is a copy out of mapped memory.
-        num_proc: processes that tokenise; every core by default.
         cache_dir: where prepared corpora are kept; ~/.cache/lightning_ptdp/data by default.
         seed: seed of the order in which training sequences come.
     """
@@ -68,7 +67,6 @@ class TextDataModule(L.LightningDataModule):
         batch_size: int = 8,
         val_fraction: float = 0.05,
         num_workers: int = 0,
-        num_proc: int | None = None,
         cache_dir: str | None = None,
         seed: int = 0,
     ) -> None:
@@ -78,10 +76,17 @@ class TextDataModule(L.LightningDataModule):
         self.text_column, self.max_documents = text_column, max_documents
         self.tokenizer_path = None if tokenizer is None else Path(tokenizer).expanduser()
         self.vocab_size, self.seq_len, self.batch_size = vocab_size, seq_len, batch_size
-        self.val_fraction, self.num_workers, self.num_proc, self.seed = val_fraction, num_workers, num_proc, seed
+        self.val_fraction, self.num_workers, self.seed = val_fraction, num_workers, seed
         self.cache = (DEFAULT_CACHE if cache_dir is None else Path(cache_dir)).expanduser().absolute()
         self._prepared: Prepared | None = None
         self._check_options()
+
+    @property
+    def source(self) -> str:
+        """Where the text comes from, for messages."""
+        if self.dataset is not None:
+            return f"{self.dataset} ({self.split})"
+        return "the Python standard library" if self.paths is None else f"paths={self.paths}"
 
     @property
     def prepared(self) -> Prepared:
@@ -102,7 +107,6 @@ class TextDataModule(L.LightningDataModule):
             self._validation_corpus(),
             self._options(),
             cache=self.cache,
-            num_proc=self.num_proc,
         )
         write_text_whole(self._pointer(), prepared.folder.name)
 
@@ -152,9 +156,8 @@ class TextDataModule(L.LightningDataModule):
         if self.dataset is not None:
             return self._rows_of(self.split)
         if self.paths is not None:
-            return FileCorpus(f"paths={self.paths}", find_files(self.paths), max_documents=self.max_documents)
-        files = standard_library_files()
-        return FileCorpus("the Python standard library", files, max_documents=self.max_documents)
+            return FileCorpus(self.source, find_files(self.paths), max_documents=self.max_documents)
+        return FileCorpus(self.source, standard_library_files(), max_documents=self.max_documents)
 
     def _validation_corpus(self) -> Corpus | None:
         if self.val_split is not None:
@@ -200,7 +203,7 @@ class TextDataModule(L.LightningDataModule):
         if self.val_split is not None and self.val_paths is not None:
             raise ValueError("held-out text comes from one source; got both val_split and val_paths")
         self._options()  # checks itself
-        least = {"seq_len": 1, "batch_size": 1, "num_workers": 0, "num_proc": 1, "max_documents": 1}
+        least = {"seq_len": 1, "batch_size": 1, "num_workers": 0, "max_documents": 1}
         for option, smallest in least.items():
             value = getattr(self, option)
             if value is not None and value < smallest:
@@ -209,7 +212,7 @@ class TextDataModule(L.LightningDataModule):
     def _check_lengths(self, prepared: Prepared) -> None:
         if prepared.train.num_tokens < self.seq_len:
             raise ValueError(
-                f"the training split must fill one sequence; {prepared.corpus} has {prepared.train.num_tokens} tokens "
+                f"the training split must fill one sequence; {self.source} has {prepared.train.num_tokens} tokens "
                 f"({prepared.train.num_documents} documents) to train on, seq_len={self.seq_len}; "
                 "use a smaller seq_len or more text"
             )

@@ -70,7 +70,7 @@ class FileCorpus(Corpus):
             whole.update(file.digest)
         return whole.hexdigest()
 
-    def documents(self, *, num_proc: int) -> Documents:  # noqa: ARG002 (files are read already)
+    def documents(self) -> Documents:
         rows = {"path": [str(file.path) for file in self._files], "digest": [file.digest for file in self._files]}
         return Documents(
             rows=datasets.Dataset.from_dict(rows),

@@ -46,11 +46,10 @@ class DatasetCorpus(Corpus):
             whole.update(b"".join(contents))
         return whole.hexdigest()
 
-    def documents(self, *, num_proc: int) -> Documents:
+    def documents(self) -> Documents:
         facts = self._rows.map(
             partial(_facts, column=self._column),
             batched=True,
-            num_proc=num_proc if num_proc > 1 else None,
             remove_columns=[self._column],
             features=datasets.Features({"digest": datasets.Value("binary"), "num_bytes": datasets.Value("int64")}),
             keep_in_memory=True,

@@ -25,14 +25,19 @@ class TokenStream:
 
     Args:
         chunks: arrays of token numbers, in order.
+        folder: where they come from; a process that is sent the stream maps it again instead of getting a copy.
     """
 
-    def __init__(self, chunks: Sequence[NDArray[Any]]) -> None:
+    def __init__(self, chunks: Sequence[NDArray[Any]], *, folder: Path | None = None) -> None:
+        self._folder = folder
         self._chunks = [chunk for chunk in chunks if len(chunk)]
         self._starts = np.array([0, *accumulate(len(chunk) for chunk in self._chunks)], dtype=np.int64)
 
     def __len__(self) -> int:
         return int(self._starts[-1])
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (TokenStream, (self._chunks,)) if self._folder is None else (open_stream, (self._folder,))
 
     def read(self, start: int, stop: int) -> NDArray[np.int64]:
         """Tokens `start` to `stop` (excluded), clipped to the stream as a slice is; a copy, int64."""
@@ -52,7 +57,7 @@ def open_stream(folder: Path) -> TokenStream:
     for file in sorted(folder.glob("*.arrow")):
         column = datasets.Dataset.from_file(str(file)).data.column(TOKENS)
         chunks.extend(chunk.flatten().to_numpy(zero_copy_only=True) for chunk in column.chunks)
-    return TokenStream(chunks)
+    return TokenStream(chunks, folder=folder)
 
 
 class PackedSequences(Dataset[dict[str, NDArray[np.int64]]]):

@@ -2,12 +2,13 @@
 
 import json
 import logging
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from hashlib import blake2b
 from pathlib import Path
+
+from tokenizers import Tokenizer
 
 from .corpus import Corpus, Documents, mib
 from .pack import TokenStream, open_stream
@@ -65,7 +66,6 @@ class Prepared:
     """A prepared corpus on disk: tokenizer.json, train/*.arrow, validation/*.arrow and summary.json in `folder`."""
 
     folder: Path
-    corpus: str
     vocab_size: int
     train: Part
     validation: Part
@@ -95,7 +95,6 @@ def prepare(
     options: PrepareOptions,
     *,
     cache: Path,
-    num_proc: int | None = None,
 ) -> Prepared:
     """Prepare a corpus, or find it prepared: equal content under equal options is prepared once a cache folder.
 
@@ -104,7 +103,6 @@ def prepare(
         validation: documents to validate on; None holds out a part of `corpus`.
         options: how to prepare them.
         cache: folder that holds prepared corpora; made if missing.
-        num_proc: processes that tokenise; every core by default.
 
     Raises:
         ValueError: a split has no documents.
@@ -116,7 +114,7 @@ def prepare(
         return load_prepared(target)
     remove_stale(cache)
     with written_aside(target) as folder:
-        _write(corpus, validation, options, folder=folder, num_proc=num_proc or num_cores())
+        _write(corpus, validation, options, folder=folder)
     log.info("prepared: kept in %s", target)
     return load_prepared(target)
 
@@ -133,16 +131,10 @@ def load_prepared(folder: Path) -> Prepared:
         raise RuntimeError(f"{folder} is no prepared corpus: {_SUMMARY} is missing; delete the folder") from error
     return Prepared(
         folder=folder,
-        corpus=summary["corpus"],
         vocab_size=summary["vocab_size"],
         train=Part(**summary["train"]),
         validation=Part(**summary["validation"]),
     )
-
-
-def num_cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _key(corpus: Corpus, validation: Corpus | None, options: PrepareOptions) -> str:
@@ -153,41 +145,39 @@ def _key(corpus: Corpus, validation: Corpus | None, options: PrepareOptions) -> 
     return blake2b("\n".join(facts).encode(), digest_size=16).hexdigest()
 
 
-def _write(corpus: Corpus, validation: Corpus | None, options: PrepareOptions, *, folder: Path, num_proc: int) -> None:
-    documents = corpus.documents(num_proc=num_proc)
+def _write(corpus: Corpus, validation: Corpus | None, options: PrepareOptions, *, folder: Path) -> None:
+    documents = corpus.documents()
     if validation is None:
         split = split_documents(documents, options.val_fraction)
         chosen = {"train": (documents, split.train), "validation": (documents, split.validation)}
     else:
-        held_out = validation.documents(num_proc=num_proc)
+        held_out = validation.documents()
         chosen = {"train": (documents, rows_with_text(documents)), "validation": (held_out, rows_with_text(held_out))}
-    path = folder / "tokenizer.json"
-    _write_tokenizer(path, *chosen["train"], options)
-    parts = {name: _write_part(name, *chosen[name], folder, num_proc) for name in chosen}
-    summary = {"corpus": corpus.name, "vocab_size": load_tokenizer(path).get_vocab_size()}
+    made = _tokenizer(*chosen["train"], options)
+    made.save(str(folder / "tokenizer.json"))
+    parts = {name: _write_part(name, *chosen[name], made, folder) for name in chosen}
+    summary = {"vocab_size": made.get_vocab_size()}
     (folder / _SUMMARY).write_text(json.dumps(summary | {name: asdict(part) for name, part in parts.items()}, indent=1))
 
 
-def _write_tokenizer(path: Path, documents: Documents, rows: Sequence[int], options: PrepareOptions) -> None:
+def _tokenizer(documents: Documents, rows: Sequence[int], options: PrepareOptions) -> Tokenizer:
     if options.tokenizer is not None:
         log.info("tokenizer: %s", options.tokenizer)
-        path.write_bytes(options.tokenizer.read_bytes())
-        return
+        return load_tokenizer(options.tokenizer)
     sample = _first_bytes(documents, rows)
     total = mib(sum(documents.num_bytes[row] for row in sample))
     log.info("tokenizer: training %d tokens on %d documents, %s", options.vocab_size, len(sample), total)
-    show_progress = sys.stderr.isatty()
-    tokenizer = train_tokenizer(_texts(documents, sample), vocab_size=options.vocab_size, show_progress=show_progress)
-    tokenizer.save(str(path))
+    texts = _texts(documents, sample)
+    return train_tokenizer(texts, vocab_size=options.vocab_size, show_progress=sys.stderr.isatty())
 
 
-def _write_part(name: str, documents: Documents, rows: Sequence[int], folder: Path, num_proc: int) -> Part:
+def _write_part(name: str, documents: Documents, rows: Sequence[int], tokenizer: Tokenizer, folder: Path) -> Part:
     (folder / name).mkdir()
     num_bytes = sum(documents.num_bytes[row] for row in rows)
     if not rows:
         return Part(num_documents=0, num_tokens=0, num_bytes=0)
     log.info("tokenising: %s, %d documents, %s", name, len(rows), mib(num_bytes))
-    tokenise(documents, rows, folder / "tokenizer.json", folder / name, num_proc=num_proc, title=f"tokenising {name}")
+    tokenise(documents, rows, tokenizer, folder / name, title=f"tokenising {name}")
     num_tokens = len(open_stream(folder / name))
     log.info("tokenising: %s, %d tokens, %.2f bytes a token", name, num_tokens, num_bytes / num_tokens)
     return Part(num_documents=len(rows), num_tokens=num_tokens, num_bytes=num_bytes)

@@ -1,6 +1,7 @@
 """TextDataModule: prepared once a content, whole epochs, clear errors."""
 
 import logging
+import pickle
 from collections import Counter
 from pathlib import Path
 
@@ -16,7 +17,7 @@ def module_of(tmp_path):
     """A data module with a cache of its own and sizes for small text."""
 
     def make(paths=None, **options) -> TextDataModule:
-        defaults = {"vocab_size": 260, "seq_len": 16, "batch_size": 4, "val_fraction": 0.3, "num_proc": 1}
+        defaults = {"vocab_size": 260, "seq_len": 16, "batch_size": 4, "val_fraction": 0.3}
         sources = {"paths": None if paths is None else str(paths), "cache_dir": str(tmp_path / "cache")}
         return TextDataModule(**{**sources, **defaults, **options})
 
@@ -62,20 +63,25 @@ def test_an_epoch_has_each_token_once_and_so_has_the_next(module_of, forty_files
     assert real_tokens(loader) == expected
 
 
+def test_a_loader_process_is_sent_the_folder_and_not_the_tokens(module_of, forty_files):
+    stream = ready(module_of(forty_files)).prepared.stream("train")
+    sent = pickle.dumps(stream)
+    assert len(sent) < 1000 < len(stream)
+    assert pickle.loads(sent).read(0, 10**9).tolist() == stream.read(0, 10**9).tolist()
+
+
+def test_two_caches_get_the_same_bytes(module_of, forty_files):
+    one = ready(module_of(forty_files)).prepared
+    other = ready(module_of(forty_files, cache_dir=str(one.folder.parent / "other"))).prepared
+    for name in ("tokenizer.json", "train/tokens.arrow", "validation/tokens.arrow"):
+        assert (one.folder / name).read_bytes() == (other.folder / name).read_bytes()
+
+
 def test_splits_together_hold_every_document(module_of, forty_files):
     module = ready(module_of(forty_files))
     ids = [module.prepared.stream(split).read(0, 10**9).tolist() for split in ("train", "validation")]
     texts = module.tokenizer.decode(ids[0] + ids[1], skip_special_tokens=False).split(END_OF_TEXT)
     assert sorted(texts[:-1]) == sorted(file.read_text() for file in forty_files.iterdir())
-
-
-def test_several_processes_prepare_what_one_does(module_of, forty_files, monkeypatch):
-    monkeypatch.setattr("lightning_ptdp.data.tokenise._BYTES_A_PROCESS", 1000)
-    one = ready(module_of(forty_files))
-    several = ready(module_of(forty_files, num_proc=3, cache_dir=str(one.cache / "other")))
-    assert len(list((several.prepared.folder / "train").glob("*.arrow"))) == 3
-    streams = [module.prepared.stream("train").read(0, 10**9).tolist() for module in (one, several)]
-    assert streams[0] == streams[1]
 
 
 def test_a_second_run_tokenises_nothing_even_from_elsewhere(module_of, forty_files, tokenised, monkeypatch, tmp_path):

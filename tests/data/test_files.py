@@ -14,7 +14,7 @@ def names(files: list[Path]) -> list[str]:
 
 
 def texts_of(corpus: FileCorpus) -> list[str]:
-    documents = corpus.documents(num_proc=1)
+    documents = corpus.documents()
     return documents.read(documents.rows[:])
 
 
@@ -100,7 +100,7 @@ def test_only_empty_files_are_an_error(write_files):
 
 def test_a_file_that_changes_meanwhile_is_named(write_files):
     folder = write_files({"a.txt": "before"})
-    documents = FileCorpus("it", find_files([str(folder)])).documents(num_proc=1)
+    documents = FileCorpus("it", find_files([str(folder)])).documents()
     (folder / "a.txt").write_text("after")
     with pytest.raises(RuntimeError, match=r"a\.txt changed while it was being prepared"):
         read_files(documents.rows[:])
@@ -108,7 +108,7 @@ def test_a_file_that_changes_meanwhile_is_named(write_files):
 
 def test_max_documents_takes_a_sample_that_has_both_splits(write_files):
     folder = write_files({f"{number}.txt": f"text {number}" for number in range(200)})
-    documents = FileCorpus("it", find_files([str(folder)]), max_documents=100).documents(num_proc=1)
+    documents = FileCorpus("it", find_files([str(folder)]), max_documents=100).documents()
     held_out = sum(int.from_bytes(each[:8], "big") < 0.5 * 2**64 for each in documents.digests)
     assert len(documents.digests) == 100
     assert 20 < held_out < 80  # six deviations of 100 draws at 0.5

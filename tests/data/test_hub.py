@@ -26,13 +26,13 @@ def corpus_of(folder: str, **options) -> DatasetCorpus:
 
 
 def test_a_saved_dataset_gives_its_texts_and_sizes(saved):
-    documents = corpus_of(saved).documents(num_proc=1)
+    documents = corpus_of(saved).documents()
     assert documents.read(documents.rows[:]) == ["one", "two", "", "", "five"]
     assert documents.num_bytes == [3, 3, 0, 0, 4]
 
 
 def test_a_split_of_a_saved_dict_is_found(saved_splits):
-    assert len(corpus_of(saved_splits).documents(num_proc=1).rows) == 5
+    assert len(corpus_of(saved_splits).documents().rows) == 5
 
 
 def test_a_missing_split_is_answered_with_the_splits(saved_splits):
@@ -74,4 +74,4 @@ def test_the_digest_tells_where_documents_end():
 
 def test_max_documents_changes_the_digest(saved):
     assert corpus_of(saved, max_documents=2).content_digest() != corpus_of(saved).content_digest()
-    assert len(corpus_of(saved, max_documents=2).documents(num_proc=1).rows) == 2
+    assert len(corpus_of(saved, max_documents=2).documents().rows) == 2
