@@ -1,3 +1,11 @@
-"""Trains ordinary LightningModules under tensor x pipeline x data parallelism (PTD-P)."""
+"""Trains ordinary LightningModules under tensor x pipeline x data parallelism (PTD-P).
+
+import lightning_ptdp
+trainer = lightning.Trainer(strategy="ptdp", devices=8)
+"""
+
+from lightning_ptdp.precision import PTDPPrecision
+from lightning_ptdp.strategy import PTDPStrategy
 
 __version__ = "0.1.0"
+__all__ = ["PTDPPrecision", "PTDPStrategy"]

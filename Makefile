@@ -1,0 +1,62 @@
+# Each target does its own set-up, and does again only what has changed. `make` lists the targets.
+
+PYTHON ?= python3
+# Arguments of pip for PyTorch alone, such as an index of builds for CPUs or for another CUDA.
+TORCH_ARGS ?=
+# Arguments for the command of `make train`.
+ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt
+STAMP := $(VENV)/installed
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help setup train test lint bench docs clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-6s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup: $(STAMP) ## make .venv and install everything into it (PYTHON=python3)
+
+train: setup ## train the GPT recipe (ARGS="--trainer.max_steps 100")
+	$(BIN)/python -m lightning_ptdp fit --config recipes/gpt/configs/default.yaml $(ARGS)
+
+test: lint ## lint, then run all tests that this machine can
+	@echo "test: running pytest"
+	@$(BIN)/python -m pytest -q tests
+
+lint: setup ## check style and types
+	@echo "lint: checking style"
+	@$(BIN)/ruff check --quiet .
+	@$(BIN)/ruff format --quiet --check .
+	@echo "lint: checking types"
+	@$(BIN)/mypy --no-error-summary
+
+bench: setup ## run every benchmark, one after the other
+	@set -e; for script in benchmarks/*.py; do echo "bench: $$script"; $(BIN)/python "$$script"; done
+
+docs: setup ## build the documentation into docs/_build/html
+	@echo "docs: building docs/_build/html"
+	@$(BIN)/python -m sphinx -q -W -b html docs docs/_build/html
+
+clean: ## remove what builds, tests and benchmarks left, but not .venv
+	@echo "clean: removing build products and caches"
+	@rm -rf build dist docs/_build lightning_logs .pytest_cache .mypy_cache .ruff_cache *.egg-info
+	@find . -path ./$(VENV) -prune -o -name __pycache__ -type d -exec rm -rf {} +
+
+# The stamp is written last, so a set-up that failed is done again. PyTorch comes first and by its exact version:
+# an open range would let the other packages pull in the newest build for CUDA.
+$(STAMP): pyproject.toml setup.py constraints.txt $(wildcard csrc/*) | $(BIN)/python
+	@rm -f $@
+	@echo "setup: installing PyTorch"
+	@$(PIP) $(TORCH_ARGS) torch
+	@echo "setup: installing lightning_ptdp with all extras"
+	@$(PIP) 'setuptools>=77' wheel
+	@$(PIP) --no-build-isolation --editable '.[hf,docs,dev]'
+	@touch $@
+
+$(BIN)/python:
+	@echo "setup: making $(VENV) with $(PYTHON)"
+	@$(PYTHON) -m venv $(VENV)

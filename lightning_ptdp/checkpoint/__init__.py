@@ -1,0 +1,1 @@
+"""The whole model's state from the ranks' parts, and back."""

@@ -1,0 +1,1 @@
+"""Process groups, collectives and point-to-point messages. Nothing outside this folder calls a collective."""

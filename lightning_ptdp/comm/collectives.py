@@ -1,0 +1,243 @@
+"""Collectives by name, and the conjugate pairs whose backward is the other's forward.
+
+A group of one rank returns its input; no other code asks for the size of a group to decide that. None of these writes
+into a caller's tensor unless its name ends in an underscore.
+
+    pair           forward              backward            (SC'21 section 2.3)
+    copy_to        identity             all-reduce          operator f
+    reduce_from    all-reduce           identity            operator g
+    gather_from    all-gather a dim     own slice
+    scatter_to     own slice of a dim   all-gather
+    gather_to      all-gather a dim     reduce-scatter      f of sequence parallelism
+    reduce_scatter_from  reduce-scatter  all-gather         g of sequence parallelism
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+SUM = dist.ReduceOp.SUM
+MAX = dist.ReduceOp.MAX
+MIN = dist.ReduceOp.MIN
+
+
+def group_size(group: ProcessGroup) -> int:
+    """Number of ranks in the group."""
+    return group.size()
+
+
+def all_reduce_(tensor: Tensor, group: ProcessGroup, op: dist.ReduceOp.RedOpType = SUM) -> Tensor:
+    """Reduce in place over the group, and return the tensor."""
+    if group.size() > 1:
+        dist.all_reduce(tensor, op=op, group=group)
+    return tensor
+
+
+def reduce_by_name(tensor: Tensor, group: ProcessGroup, op: str | dist.ReduceOp | None) -> Tensor:
+    """Reduce over the group into a new tensor by "mean" (or "avg"), "sum", "min", "max", or an operation of torch's."""
+    if isinstance(op, str) and op.lower() in ("mean", "avg"):
+        total = all_reduce_(tensor.clone() if tensor.is_floating_point() else tensor.float(), group)
+        return total / group.size()
+    named = {"sum": SUM, "min": MIN, "max": MAX}
+    if isinstance(op, str) and op.lower() not in named:
+        raise ValueError(f"tensors are reduced by mean, sum, min or max; got {op!r}")
+    chosen = named[op.lower()] if isinstance(op, str) else op if op is not None else SUM
+    return all_reduce_(tensor.clone(), group, chosen)
+
+
+def average_gradients(parameters: Iterable[nn.Parameter], group: ProcessGroup) -> None:
+    """Average the ``.grad`` of parameters over the group in place, in their order; missing ones count as zero."""
+    if group.size() == 1:
+        return
+    for parameter in parameters:
+        if parameter.requires_grad:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            all_reduce_(parameter.grad, group)
+            parameter.grad.div_(group.size())
+
+
+def broadcast_(tensor: Tensor, source: int, group: ProcessGroup) -> Tensor:
+    """Overwrite in place with the tensor of global rank `source`, and return it."""
+    if group.size() > 1:
+        dist.broadcast(tensor, src=source, group=group)
+    return tensor
+
+
+def broadcast_object(value: Any, source: int, group: ProcessGroup) -> Any:
+    """The picklable object of global rank `source`, on every rank of the group."""
+    if group.size() == 1:
+        return value
+    box = [value]
+    dist.broadcast_object_list(box, src=source, group=group)
+    return box[0]
+
+
+def gather_objects(value: Any, group: ProcessGroup) -> list[Any]:
+    """One picklable object of every rank of the group, in group order, on every rank."""
+    if group.size() == 1:
+        return [value]
+    values: list[Any] = [None] * group.size()
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def barrier(group: ProcessGroup) -> None:
+    """Wait until every rank of the group is here."""
+    if group.size() > 1:
+        dist.barrier(group=group)
+
+
+def chunk_sizes(length: int, parts: int) -> list[int]:
+    """Sizes of the pieces into which `torch.chunk` cuts, with empty pieces where it gives fewer."""
+    step = -(-length // parts)
+    return [max(0, min(step, length - i * step)) for i in range(parts)]
+
+
+def own_chunk(tensor: Tensor, group: ProcessGroup, dim: int) -> Tensor:
+    """A view of this rank's piece along `dim`, cut as `chunk_sizes` says."""
+    sizes = chunk_sizes(tensor.shape[dim], group.size())
+    return tensor.split(sizes, dim)[group.rank()]
+
+
+def all_gather_dim(tensor: Tensor, group: ProcessGroup, dim: int, length: int) -> Tensor:
+    """Join the pieces of all ranks along `dim` into `length`; pieces may differ in size as `chunk_sizes` says."""
+    if group.size() == 1:
+        return tensor
+    sizes = chunk_sizes(length, group.size())
+    moved = tensor.movedim(dim, 0).contiguous()
+    if len(set(sizes)) == 1:
+        whole = moved.new_empty((length, *moved.shape[1:]))
+        dist.all_gather_into_tensor(whole, moved, group=group)
+        return whole.movedim(0, dim)
+    padded = moved.new_zeros((sizes[0], *moved.shape[1:]))
+    padded[: len(moved)] = moved
+    pieces = moved.new_empty((len(sizes), *padded.shape))
+    dist.all_gather_into_tensor(pieces.flatten(0, 1), padded, group=group)
+    return torch.cat([piece[:size] for piece, size in zip(pieces, sizes, strict=True)]).movedim(0, dim)
+
+
+def reduce_scatter_dim(tensor: Tensor, group: ProcessGroup, dim: int) -> Tensor:
+    """Sum over the group and keep this rank's piece along `dim`, which the group's size must divide."""
+    if group.size() == 1:
+        return tensor
+    moved = tensor.movedim(dim, 0).contiguous()
+    piece = moved.new_empty((len(moved) // group.size(), *moved.shape[1:]))
+    dist.reduce_scatter_tensor(piece, moved, op=SUM, group=group)
+    return piece.movedim(0, dim)
+
+
+class _CopyTo(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return all_reduce_(gradient.clone(memory_format=torch.contiguous_format), ctx.group), None
+
+
+class _ReduceFrom(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: ProcessGroup) -> Tensor:
+        return all_reduce_(tensor.clone(memory_format=torch.contiguous_format), group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return gradient, None
+
+
+class _GatherFrom(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: ProcessGroup, dim: int, length: int) -> Tensor:
+        ctx.group, ctx.dim = group, dim
+        return all_gather_dim(tensor, group, dim, length)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+        return own_chunk(gradient, ctx.group, ctx.dim).contiguous(), None, None, None
+
+
+class _ScatterTo(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: ProcessGroup, dim: int) -> Tensor:
+        ctx.group, ctx.dim, ctx.length = group, dim, tensor.shape[dim]
+        return own_chunk(tensor, group, dim).contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        return all_gather_dim(gradient, ctx.group, ctx.dim, ctx.length), None, None
+
+
+class _GatherTo(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: ProcessGroup, dim: int) -> Tensor:
+        ctx.group, ctx.dim = group, dim
+        return all_gather_dim(tensor, group, dim, tensor.shape[dim] * group.size())
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        return reduce_scatter_dim(gradient, ctx.group, ctx.dim), None, None
+
+
+class _ReduceScatterFrom(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: ProcessGroup, dim: int) -> Tensor:
+        ctx.group, ctx.dim = group, dim
+        return reduce_scatter_dim(tensor, group, dim)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        return all_gather_dim(gradient, ctx.group, ctx.dim, gradient.shape[ctx.dim] * ctx.group.size()), None, None
+
+
+def copy_to(tensor: Tensor, group: ProcessGroup) -> Tensor:
+    """Hand a replicated tensor to split computation: identity, its gradient summed over the group."""
+    return tensor if group.size() == 1 else _apply(_CopyTo, tensor, group)
+
+
+def reduce_from(tensor: Tensor, group: ProcessGroup) -> Tensor:
+    """Sum partial results over the group into a replicated tensor; its gradient passes unchanged."""
+    return tensor if group.size() == 1 else _apply(_ReduceFrom, tensor, group)
+
+
+def gather_from(tensor: Tensor, group: ProcessGroup, dim: int, length: int) -> Tensor:
+    """Join pieces along `dim` into a replicated tensor of `length`; each rank's gradient is its own slice."""
+    return tensor if group.size() == 1 else _apply(_GatherFrom, tensor, group, dim, length)
+
+
+def scatter_to(tensor: Tensor, group: ProcessGroup, dim: int) -> Tensor:
+    """This rank's piece along `dim` of a replicated tensor; the gradient is joined again."""
+    return tensor if group.size() == 1 else _apply(_ScatterTo, tensor, group, dim)
+
+
+def gather_to(tensor: Tensor, group: ProcessGroup, dim: int) -> Tensor:
+    """Join equal pieces along `dim` and hand them to split computation: the gradient is summed and scattered."""
+    return tensor if group.size() == 1 else _apply(_GatherTo, tensor, group, dim)
+
+
+def reduce_scatter_from(tensor: Tensor, group: ProcessGroup, dim: int) -> Tensor:
+    """Sum partial results and keep this rank's piece along `dim`; the gradient is joined again."""
+    return tensor if group.size() == 1 else _apply(_ReduceScatterFrom, tensor, group, dim)
+
+
+def _apply(function: type[torch.autograd.Function], *args: Any) -> Tensor:
+    result = function.apply(*args)  # type: ignore[no-untyped-call]
+    assert isinstance(result, Tensor)
+    return result
+
+
+def gather_objects_to(value: Any, destination: int, group: ProcessGroup) -> list[Any] | None:
+    """One picklable object of every rank of the group, in group order, on global rank `destination`; None elsewhere."""
+    if group.size() == 1:
+        return [value]
+    values: list[Any] | None = [None] * group.size() if dist.get_rank() == destination else None
+    dist.gather_object(value, values, dst=destination, group=group)
+    return values

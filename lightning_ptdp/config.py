@@ -1,0 +1,151 @@
+"""What a user asks of the strategy: one frozen value that checks itself.
+
+``ParallelConfig`` holds the request (sizes may be "auto"); ``resolve`` turns it into a :class:`Topology` for a number
+of processes. Faults are collected, never raised one by one: a user sees every wrong setting at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from lightning_ptdp.topology import Topology
+
+Auto = Literal["auto"]
+
+RECOMPUTE = ("none", "selective", "full")
+INIT = ("plain", "by_operation")
+
+
+def divisors(number: int) -> list[int]:
+    """All divisors of a positive number, ascending."""
+    return [i for i in range(1, number + 1) if number % i == 0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """Sizes, schedule and memory settings, as `PTDPStrategy` takes them.
+
+    tensor_parallel_size: ranks that share each matrix (t).
+    pipeline_parallel_size: ranks that share the layers (p).
+    data_parallel_size: replicas of the model (d).
+    virtual_pipeline_size: chunks of layers a pipeline rank holds (v).
+    micro_batch_size: samples a microbatch (b); "auto" is the largest that gives at least 4p microbatches.
+    eval_micro_batch_size: samples a microbatch in evaluation; None runs each batch whole.
+    schedule: "auto", or a name of `lightning_ptdp.schedule.SCHEDULES`.
+    pipeline_split: blocks a stage, in stage order, p * v numbers; None balances by cost.
+    """
+
+    tensor_parallel_size: int | Auto = "auto"
+    pipeline_parallel_size: int | Auto = "auto"
+    data_parallel_size: int | Auto = "auto"
+    virtual_pipeline_size: int = 1
+    micro_batch_size: int | Auto = "auto"
+    eval_micro_batch_size: int | None = None
+    schedule: str = "auto"
+    recompute: str = "none"
+    sequence_parallel: bool = False
+    pipeline_split: Sequence[int] | None = None
+    init: str = "plain"
+
+    def faults(self, schedules: Sequence[str]) -> list[str]:
+        """Every setting that is wrong whatever the number of processes, a sentence each."""
+        found = []
+        for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "micro_batch_size"):
+            found += _count_fault(name, getattr(self, name), allowed="auto")
+        found += _count_fault("virtual_pipeline_size", self.virtual_pipeline_size)
+        found += _count_fault("eval_micro_batch_size", self.eval_micro_batch_size, allowed=None)
+        found += _choice_fault("schedule", self.schedule, ("auto", *schedules))
+        found += _choice_fault("recompute", self.recompute, RECOMPUTE)
+        found += _choice_fault("init", self.init, INIT)
+        if found:
+            return found
+        if self.virtual_pipeline_size > 1 and self.pipeline_parallel_size == 1:
+            found.append(
+                f"virtual_pipeline_size={self.virtual_pipeline_size} interleaves the stages of a pipeline, and "
+                "pipeline_parallel_size=1 has none; use virtual_pipeline_size=1, or pipeline_parallel_size > 1"
+            )
+        if self.virtual_pipeline_size > 1 and self.schedule == "1f1b":
+            found.append(
+                f"schedule='1f1b' runs one chunk a rank, got virtual_pipeline_size={self.virtual_pipeline_size}; "
+                "use schedule='interleaved' (or 'auto')"
+            )
+        if self.sequence_parallel and self.tensor_parallel_size == 1:
+            found.append(
+                "sequence_parallel=True splits the sequence over the tensor-parallel ranks, and tensor_parallel_size=1 "
+                "has one; leave it off"
+            )
+        found += self._split_faults()
+        return found
+
+    def _split_faults(self) -> list[str]:
+        if self.pipeline_split is None:
+            return []
+        split = list(self.pipeline_split)
+        if any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in split):
+            return [f"pipeline_split gives the blocks of each stage, all at least 1; got {split}"]
+        if isinstance(self.pipeline_parallel_size, int):
+            stages = self.pipeline_parallel_size * self.virtual_pipeline_size
+            if len(split) != stages:
+                return [
+                    f"pipeline_split needs a number for each of the p * v = {self.pipeline_parallel_size} * "
+                    f"{self.virtual_pipeline_size} = {stages} stages; got {len(split)}: {split}"
+                ]
+        return []
+
+    def resolve(self, world_size: int, model_parallel: tuple[int, int] = (1, 1)) -> tuple[Topology, list[str]]:
+        """Fill in the automatic sizes for `world_size` processes.
+
+        model_parallel: the (t, p) to take where the user left "auto".
+
+        Returns the topology and the faults found; with faults the topology is the nearest that can be talked about.
+        """
+        t = model_parallel[0] if self.tensor_parallel_size == "auto" else self.tensor_parallel_size
+        p = model_parallel[1] if self.pipeline_parallel_size == "auto" else self.pipeline_parallel_size
+        given = f"tensor_parallel_size={t} * pipeline_parallel_size={p}"
+        if self.data_parallel_size == "auto":
+            if world_size % (t * p):
+                return Topology(t, p, 1), [
+                    f"the number of processes must be a multiple of t * p: got {world_size} processes for {given} = "
+                    f"{t * p}; use devices * num_nodes = {_multiples(t * p, world_size)}, or sizes whose product "
+                    f"divides {world_size} ({divisors(world_size)})"
+                ]
+            return Topology(t, p, world_size // (t * p)), []
+        d = self.data_parallel_size
+        if t * p * d != world_size:
+            return Topology(t, p, d), [
+                f"the number of processes must be t * p * d: got {world_size} processes for {given} * "
+                f"data_parallel_size={d} = {t * p * d}; use devices * num_nodes = {t * p * d}, or "
+                "data_parallel_size='auto'"
+            ]
+        return Topology(t, p, d), []
+
+
+def micro_batch_size(requested: int | Auto, batch_size: int, pipeline_parallel_size: int) -> int:
+    """Samples a microbatch for a replica's batch of `batch_size` samples.
+
+    "auto" is the largest size that gives at least 4 microbatches a pipeline rank, at least 1; without a pipeline there
+    is no bubble to fill, and the batch stays whole.
+    """
+    if requested != "auto":
+        return min(requested, batch_size)
+    if pipeline_parallel_size == 1:
+        return batch_size
+    return max(1, batch_size // (4 * pipeline_parallel_size))
+
+
+def _count_fault(name: str, value: object, allowed: object = 1) -> list[str]:
+    if value == allowed or (isinstance(value, int) and not isinstance(value, bool) and value >= 1):
+        return []
+    also = "" if allowed == 1 else f" or {allowed!r}"
+    return [f"{name} must be a whole number of at least 1{also}; got {value!r}"]
+
+
+def _choice_fault(name: str, value: object, choices: Sequence[str]) -> list[str]:
+    return [] if value in choices else [f"{name} must be one of {', '.join(map(repr, choices))}; got {value!r}"]
+
+
+def _multiples(step: int, near: int) -> str:
+    below = near // step * step
+    return f"{below} or {below + step}" if below else f"{step}"

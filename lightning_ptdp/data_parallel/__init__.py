@@ -1,0 +1,1 @@
+"""Gradient buffers, their reduction over replicas, and the norm over every rank."""

@@ -1,0 +1,356 @@
+"""One batch on one rank: cut it, run the schedule, collect the gradients, reduce them.
+
+Set-up, in this order (the reverse fails: a twin would run parallel modules):
+
+    find the blocks -> twins of the plain module -> own and hollow -> tensor-parallel plan on what is owned
+    -> move to the device -> optimizers on the whole tree -> gradient buffers
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache, cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_ptdp import batch as batches
+from lightning_ptdp.batch import Microbatch
+from lightning_ptdp.comm.groups import Groups
+from lightning_ptdp.comm.p2p import Messenger
+from lightning_ptdp.config import ParallelConfig, micro_batch_size
+from lightning_ptdp.data_parallel.buckets import GradientBuffers
+from lightning_ptdp.data_parallel.clip import total_norm
+from lightning_ptdp.data_parallel.tied import SharedGradients, SharedParameter
+from lightning_ptdp.loss_weight import TargetCounter, Weight, weigh
+from lightning_ptdp.pipeline.partition import Partition
+from lightning_ptdp.pipeline.runtime import Runtime
+from lightning_ptdp.pipeline.skeleton import Skeleton
+from lightning_ptdp.pipeline.stage import StageWorker
+from lightning_ptdp.schedule import Action, Program, Span, choose, generate, lower
+from lightning_ptdp.tensor_parallel.random import RandomStreams
+from lightning_ptdp.tensor_parallel.shard import Shard
+
+UserStep = Callable[[Microbatch, bool], Any]
+"""Runs the user's step on a microbatch; the flag says whether this is the run that ends in a loss."""
+
+TRAINING, EVALUATION = 0, 1
+
+
+@dataclass
+class BatchRun:
+    """What one batch left on a rank.
+
+    sizes: rows of each microbatch.
+    outputs: of the user's step, a microbatch each; empty below the last stage, as are weights and losses.
+    weights: of the microbatches; a weight of 0 means that the microbatch does not count.
+    losses: unweighted, detached.
+    scale: what the backward of the batch was divided by: gradients are those of sum(weight * loss) / scale.
+    """
+
+    sizes: list[int]
+    outputs: list[Any] = field(default_factory=list)
+    weights: list[float | Tensor] = field(default_factory=list)
+    losses: list[Tensor] = field(default_factory=list)
+    scale: float = 1.0
+
+    @property
+    def num_samples(self) -> int:
+        """Rows of the batch."""
+        return sum(self.sizes)
+
+    @cached_property
+    def weight_numbers(self) -> list[float]:
+        """The weights, on the host."""
+        return numbers(self.weights)
+
+    @cached_property
+    def loss_numbers(self) -> list[float]:
+        """The losses, on the host."""
+        return numbers(self.losses)
+
+
+class Engine:
+    """Runs batches on a module that was split by `Engine.split`, or is whole on this rank."""
+
+    def __init__(self, config: ParallelConfig, groups: Groups, device: torch.device, seed: int) -> None:
+        """seed: of the run's random streams, the same on every rank."""
+        self.config, self.groups, self.device = config, groups, device
+        topology = groups.topology
+        self._p, self._d = topology.pipeline_parallel_size, topology.data_parallel_size
+        self.num_stages = self._p * config.virtual_pipeline_size
+        self.stages = tuple(range(groups.at.pipeline, self.num_stages, self._p))
+        self.skeleton: Skeleton | None = None
+        self.shards: dict[str, Shard] = {}
+        self.buffers: GradientBuffers | None = None
+        self._shared: SharedGradients | None = None
+        self._streams = RandomStreams(seed, device)
+        self._messenger = Messenger(groups.pipeline, device)
+        self._runtime = Runtime(self._messenger, groups.pipeline_ranks, groups.at.pipeline)
+        self._current: Action | None = None
+
+    # -- set-up ----------------------------------------------------------------------------------------------------
+
+    def set_up(self, module: nn.Module, partition: Partition | None) -> None:
+        """Own this rank's part of `module`; one that an earlier run of the same layout set up is taken over.
+
+        partition: None where one stage is the whole module.
+        """
+        self.skeleton = Skeleton.of(module)
+        if self.skeleton is None and partition is not None:
+            self.skeleton = Skeleton(module, partition, self.stages, self.device)
+
+    def state_names(self, module: nn.Module) -> tuple[str, ...]:
+        """Names of the plain module's state, in order."""
+        return tuple(module.state_dict()) if self.skeleton is None else self.skeleton.state_names
+
+    def plain_names(self, module: nn.Module) -> dict[nn.Parameter, str]:
+        """The plain module's name of each parameter that this rank owns: the first, where several are tied."""
+        names: dict[nn.Parameter, str] = {}
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            first = name if self.skeleton is None else self.skeleton.aliases[name][0]
+            names.setdefault(parameter, first)
+        return names
+
+    def bind(self, module: nn.Module, trained: Sequence[nn.Parameter]) -> None:
+        """Make gradient buffers for the parameters that optimizers train and this rank owns."""
+        self.release()
+        self.buffers = GradientBuffers(trained)
+        if self.skeleton is not None:
+            self._shared = SharedGradients(self._shared_parameters(module, self.skeleton), self.groups, self.device)
+
+    def _shared_parameters(self, module: nn.Module, skeleton: Skeleton) -> list[SharedParameter]:
+        owned = dict(module.named_parameters(remove_duplicate=False))
+        found = []
+        for name in skeleton.parameter_names:
+            owners = frozenset(stage % self._p for stage in skeleton.owners(name))
+            if len(owners) > 1:
+                mine = owned.get(name)
+                shape = skeleton.shapes[name] if mine is None else tuple(mine.shape)
+                dtype = torch.promote_types(skeleton.dtypes[name], torch.float32)
+                found.append(SharedParameter(mine, owners, shape, dtype))
+        return found
+
+    def release(self) -> None:
+        """Drop the gradient buffers."""
+        if self.buffers is not None:
+            self.buffers.release()
+        self.buffers, self._shared = None, None
+
+    # -- a batch ---------------------------------------------------------------------------------------------------
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this rank runs the last stage."""
+        return self.stages[-1] == self.num_stages - 1
+
+    def train_batch(
+        self, batch: Any, step: UserStep, backward: Callable[[Tensor], None], *, number: int, accumulate: int
+    ) -> BatchRun:
+        """Run forward and backward of a replica's batch; gradients wait in the buffers for `finish_batch`.
+
+        number: of the batch in the run, which names its random streams. accumulate: batches a window.
+        """
+        assert self.buffers is not None, "bind comes before the first batch"
+        rows = batches.num_samples(batch)
+        size = micro_batch_size(self.config.micro_batch_size, rows, self._p) if rows else 1
+        microbatches = batches.split(batch, size)
+        run = BatchRun([microbatch.num_samples for microbatch in microbatches])
+        loss_of = self._loss_of(run, microbatches, accumulate)
+        with self.buffers.collect():
+            self._run(run, microbatches, step, loss_of, backward, phase=TRAINING, number=number)
+        return run
+
+    def evaluate_batch(self, batch: Any, step: UserStep, *, number: int, size: int | None) -> BatchRun:
+        """Run the forward of a batch, whole or in microbatches of `size`."""
+        rows = batches.num_samples(batch)
+        microbatches = [Microbatch(0, batch, rows)] if size is None else batches.split(batch, size)
+        run = BatchRun([microbatch.num_samples for microbatch in microbatches])
+
+        def loss_of(k: int, output: Any) -> None:
+            run.outputs.append(output)
+            run.weights.append(float(microbatches[k].num_samples))
+
+        self._run(run, microbatches, step, loss_of, _no_backward, phase=EVALUATION, number=number)
+        return run
+
+    def _run(
+        self,
+        run: BatchRun,
+        microbatches: list[Microbatch],
+        step: UserStep,
+        loss_of: Callable[[int, Any], Tensor | None],
+        backward: Callable[[Tensor], None],
+        *,
+        phase: int,
+        number: int,
+    ) -> None:
+        trains = phase == TRAINING
+        last = self.num_stages - 1
+
+        def user_step(stage: int, k: int) -> Any:
+            self._enter_streams(phase, number, k, stage, len(run.sizes))
+            if not (trains and stage == last):
+                return step(microbatches[k], stage == last)
+            counter = TargetCounter()
+            if self.skeleton is None:
+                counter.start()
+            else:
+                self.skeleton.on_after_blocks = counter.start
+            try:
+                return step(microbatches[k], True), counter
+            finally:
+                counter.stop()
+
+        worker = StageWorker(
+            self.skeleton, self.num_stages, step=user_step, loss_of=loss_of, backward=backward, trains=trains
+        )
+        signatures: dict[int, Hashable] = {}
+
+        def key(k: int) -> Hashable:
+            if k not in signatures:
+                signatures[k] = (phase, microbatches[k].signature())
+            return signatures[k]
+
+        actions = self._actions(len(microbatches), trains=trains)
+        with self._streams.isolated(), self._blame(run):
+            self._runtime.run(actions, worker, key, self._at)
+
+    def _actions(self, num_microbatches: int, *, trains: bool) -> Sequence[Action]:
+        if num_microbatches == 0:
+            return ()
+        v = self.config.virtual_pipeline_size
+        name = (
+            choose(self.config.schedule, pipeline_parallel_size=self._p, virtual_pipeline_size=v)
+            if trains
+            else "forward_only"
+        )
+        return _program(name, self._p, num_microbatches, v)[self.groups.at.pipeline]
+
+    def _enter_streams(self, phase: int, number: int, k: int, stage: int, num_microbatches: int) -> None:
+        """Name the random streams of a microbatch; a lone process with one microbatch keeps its generators."""
+        if self.groups.topology.world_size == 1 and num_microbatches == 1:
+            return
+        self._streams.start(phase, number, self.groups.at.data, k)
+        if self.skeleton is not None:
+            self.skeleton.on_enter = lambda: self._streams.enter_stage(stage)
+
+    def _loss_of(
+        self, run: BatchRun, microbatches: list[Microbatch], accumulate: int
+    ) -> Callable[[int, Any], Tensor | None]:
+        """The scalar that a microbatch's backward starts from: weight / (unit * m * d * accumulate) * loss."""
+        counts = len(microbatches) * self._d
+        unit = math.nan
+
+        def loss_of(k: int, output: tuple[Any, TargetCounter]) -> Tensor | None:
+            nonlocal unit
+            result, counter = output
+            loss = _loss_in(result)
+            if counts == 1:
+                weight = Weight(1.0, 1.0)
+            else:
+                weight = weigh(result, counter.calls, microbatches[k].num_samples)
+            if math.isnan(unit):
+                unit = weight.unit
+                run.scale = unit * counts
+            run.outputs.append(result)
+            run.weights.append(weight.value)
+            run.losses.append(loss.detach())
+            return _scaled(loss, weight.value, run.scale * accumulate)
+
+        return loss_of
+
+    def finish_batch(self, factor: float, *, is_first: bool, is_last: bool) -> None:
+        """Settle the batch's gradients with what its scale left to do.
+
+        factor: multiplies them. is_first, is_last: of the accumulation window.
+        """
+        assert self.buffers is not None, "a batch was run"
+        self.buffers.finish_batch(factor, is_first=is_first, is_only=is_first and is_last)
+
+    def reduce_gradients(self) -> None:
+        """Sum the window's gradients over replicas, then over the stages that share a parameter, and publish them.
+
+        In this order both copies of a tied weight hold the same bits: a sum over replicas may round differently in
+        buffers of different layout, and the last sum is over the copies.
+        """
+        assert self.buffers is not None, "a batch was run"
+        self.buffers.reduce(self.groups.data)
+        if self._shared is not None:
+            self._shared.reduce(self.buffers)
+        self.buffers.publish()
+
+    def gradient_norm(self, module: nn.Module, parameters: Sequence[nn.Parameter]) -> Tensor:
+        """The norm of the published gradients over the whole model, each parameter counted by one of its owners."""
+        names = self.plain_names(module)
+        mine = [p.grad for p in parameters if p.grad is not None and self._counts(names[p])]
+        return total_norm(mine, self.groups.replica, self.device)
+
+    def _counts(self, name: str) -> bool:
+        """Whether this rank is the one to count a parameter: the first stage that owns it, and of tensor peers the first
+        unless each has a shard."""
+        at = self.groups.at
+        owner = 0 if self.skeleton is None else min(self.skeleton.owners(name)) % self._p
+        return at.pipeline == owner and (at.tensor == 0 or name in self.shards)
+
+    # -- what is going on ------------------------------------------------------------------------------------------
+
+    def record(self, spans: list[Span] | None) -> None:
+        """Have the runtime append what it does to `spans`; None to stop."""
+        self._runtime.spans = spans
+
+    def _at(self, action: Action) -> None:
+        self._current = action
+
+    @contextmanager
+    def _blame(self, run: BatchRun) -> Iterator[None]:
+        """Say in an error where it happened."""
+        self._current = None
+        try:
+            yield
+        except Exception as error:
+            action, where = self._current, self.groups.topology.describe(self.groups.rank)
+            at = f", stage {action.stage}, microbatch {action.microbatch} of {len(run.sizes)}" if action else ""
+            error.add_note(f"raised on {where}{at}")
+            raise
+
+
+@cache
+def _program(name: str, p: int, m: int, v: int) -> Program:
+    return lower(generate(name, pipeline_parallel_size=p, num_microbatches=m, virtual_pipeline_size=v))
+
+
+def numbers(values: Sequence[float | Tensor]) -> list[float]:
+    """Scalars as floats on the host; tensors cross together, in float64."""
+    tensors = [value.double() for value in values if isinstance(value, Tensor)]
+    crossed = iter(torch.stack(tensors).tolist() if tensors else ())
+    return [next(crossed) if isinstance(value, Tensor) else float(value) for value in values]
+
+
+def _loss_in(result: Any) -> Tensor:
+    loss = result.get("loss") if isinstance(result, Mapping) else result
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        found = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+        raise ValueError(
+            'training_step must return a loss of one number, or a dict that holds it as "loss"; '
+            f"got {found} (a step cannot be skipped: its peers would wait)"
+        )
+    return loss.reshape(())
+
+
+def _scaled(loss: Tensor, weight: float | Tensor, scale: float) -> Tensor | None:
+    """loss * weight / scale; None where the weight is known to be 0, so that a mean of nothing (NaN) is not spread."""
+    if isinstance(weight, Tensor) and weight.device.type == "cpu":
+        weight = float(weight)
+    if isinstance(weight, Tensor):
+        counted = torch.where(weight > 0, loss, torch.zeros_like(loss))
+        return counted * (weight / scale)
+    return loss * (weight / scale) if weight > 0 else None
+
+
+def _no_backward(_: Tensor) -> None:
+    raise AssertionError("evaluation has no backward")

@@ -1,0 +1,334 @@
+"""The user's module on one rank: the whole tree, a part of it owned, and calls that enter and leave at the cuts.
+
+The user's step runs once a microbatch on every stage. Inside it
+
+    modules before the blocks    run on the first stage; elsewhere their twins answer in shapes
+    block below the stage        hands its input on; the one just below returns the activation received
+    block of the stage           runs
+    block above the stage        leaves the step by `StageExit`
+    modules after the blocks     run on the last stage
+
+A block's class is swapped for a subclass with its own `__call__`. Hooks would run again inside a user's activation
+checkpoint; a class does not. `isinstance`, attributes and names stay what they are.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from lightning_ptdp.pipeline.hollow import HollowParameters, ShapeTwin
+from lightning_ptdp.pipeline.partition import Partition
+
+_ATTRIBUTE = "_ptdp_skeleton"
+_active = threading.local()
+
+
+class StageExit(BaseException):
+    """Leaves the user's step where the stage ends. Not an `Exception`: a user's handler must not catch it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Payload:
+    """What crosses a cut: the tensors of a block's output, and the structure around them."""
+
+    tensors: tuple[Tensor, ...]
+    structure: pytree.TreeSpec
+    others: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, output: Any, where: str) -> Payload:
+        """Take a block's output apart.
+
+        Raises:
+            TypeError: there is no tensor in it.
+        """
+        leaves, structure = pytree.tree_flatten(output)
+        tensors = tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
+        if not tensors:
+            raise TypeError(
+                f"{where} returned {type(output).__name__}, which holds no tensor; a stage can end only at a block "
+                "whose output is a tensor or a structure of tensors"
+            )
+        return cls(tensors, structure, tuple(_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves))
+
+    def rebuild(self, tensors: tuple[Tensor, ...]) -> Any:
+        """The block's output again, around other tensors."""
+        following = iter(tensors)
+        leaves = [next(following) if leaf is _TENSOR else leaf for leaf in self.others]
+        return pytree.tree_unflatten(leaves, self.structure)
+
+
+class _TensorMark:
+    """Stands for a tensor in a payload's leaves; one object, also after pickling."""
+
+    def __reduce__(self) -> str:
+        return "_TENSOR"
+
+
+_TENSOR = _TensorMark()
+
+
+class Pass:
+    """One run of the user's step for one stage and microbatch."""
+
+    def __init__(self, skeleton: Skeleton, stage: int, received: Payload | None) -> None:
+        bounds = skeleton.partition.bounds
+        self.skeleton = skeleton
+        self.low, self.high, self.end = bounds[stage], bounds[stage + 1], bounds[-1]
+        self.is_first, self.is_last = self.low == 0, self.high == self.end
+        self.received = received
+        self.sent: Payload | None = None
+        self.next_block = 0
+
+    def __enter__(self) -> Pass:
+        assert _current() is None, "passes do not nest"
+        _active.value = self
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _active.value = None
+
+    def run_block(self, block: nn.Module, index: int, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Answer the call of block `index` in the way that its place relative to the stage asks."""
+        self._check_order(index)
+        self.next_block += 1
+        if index >= self.high:
+            raise StageExit
+        if index < self.low:
+            return self._hand_on(index, args, kwargs)
+        if index == self.low:
+            self.skeleton.on_enter()
+        output = call(*args, **kwargs)
+        if index == self.end - 1:
+            self.skeleton.on_after_blocks()
+        elif index == self.high - 1:
+            self.sent = Payload.of(output, f"block {index} of {self.skeleton.partition.blocks!r}")
+        return output
+
+    def _hand_on(self, index: int, args: Any, kwargs: Any) -> Any:
+        assert self.received is not None, "a stage above the first has received an activation"
+        if index == self.low - 1:
+            return self.received.rebuild(self.received.tensors)
+        hidden = _first_tensor(args, kwargs)
+        stand_ins = tuple(
+            hidden if i == 0 else torch.full_like(tensor, float("nan") if tensor.is_floating_point() else 0)
+            for i, tensor in enumerate(self.received.tensors)
+        )
+        return self.received.rebuild(stand_ins)
+
+    def _check_order(self, index: int) -> None:
+        if index == self.next_block:
+            return
+        blocks = self.skeleton.partition.blocks
+        if index == 0:
+            raise RuntimeError(
+                f"block 0 of {blocks!r} ran again after block {self.next_block - 1}: the step calls the model a second "
+                "time, and a pipeline allows one call a step; use pipeline_parallel_size=1, or one call on a joined "
+                "batch"
+            )
+        raise RuntimeError(
+            f"block {index} of {blocks!r} ran where block {self.next_block} was due: a pipeline needs blocks that run "
+            "once each and in order (no loops, skips or layer drop); use pipeline_parallel_size=1"
+        )
+
+
+def _current() -> Pass | None:
+    found: Pass | None = getattr(_active, "value", None)
+    return found
+
+
+def _first_tensor(args: Any, kwargs: Any) -> Tensor:
+    for leaf in pytree.tree_leaves((args, kwargs)):
+        if isinstance(leaf, Tensor):
+            return leaf
+    raise TypeError("a block was called without any tensor; a pipeline needs blocks that take the activation")
+
+
+class Skeleton:
+    """A module split over pipeline stages, as one rank sees it.
+
+    Making one changes the module: blocks and outer modules get classes of their own, and what the rank does not own is
+    hollow from then on.
+    """
+
+    def __init__(self, module: nn.Module, partition: Partition, stages: tuple[int, ...], device: torch.device) -> None:
+        """Split `module`.
+
+        stages: the stages of this rank, ascending.
+        device: where the rank computes.
+        """
+        self.partition = partition
+        self.stages = stages
+        self.on_enter: Callable[[], None] = _nothing
+        self.on_after_blocks: Callable[[], None] = _nothing
+        self.parameter_names = tuple(name for name, _ in module.named_parameters())
+        self.state_names = tuple(module.state_dict())
+        self.aliases = _aliases(module)
+        everything = dict(module.named_parameters(remove_duplicate=False))
+        self.shapes = {name: tuple(parameter.shape) for name, parameter in everything.items()}
+        self.dtypes = {name: parameter.dtype for name, parameter in everything.items()}
+        self._guard_outside(module)
+        self._install_blocks(module)
+        self.hollow = HollowParameters(module, self._foreign_names(module), device)
+        module.__dict__[_ATTRIBUTE] = self
+
+    @staticmethod
+    def of(module: nn.Module) -> Skeleton | None:
+        """The skeleton of a module that was split before."""
+        found: Skeleton | None = module.__dict__.get(_ATTRIBUTE)
+        return found
+
+    def owners(self, name: str) -> frozenset[int]:
+        """The stages that own a parameter, under any of its names."""
+        return frozenset().union(*(self.partition.owners(alias) for alias in self.aliases.get(name, (name,))))
+
+    def owns(self, name: str) -> bool:
+        """Whether a stage of this rank owns the parameter."""
+        return not self.owners(name).isdisjoint(self.stages)
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Within, `module.parameters()` lists the whole model, hollow parameters included."""
+        self.hollow.register()
+        try:
+            yield
+        finally:
+            self.hollow.unregister()
+
+    def forward(self, stage: int, received: Payload | None, step: Callable[[], Any]) -> tuple[Payload | None, Any]:
+        """Run the user's step as `stage`.
+
+        Returns the payload for the next stage and None, or, on the last stage, None and what the step returned.
+
+        Raises:
+            RuntimeError: the step did not call the model's blocks once each and in order.
+        """
+        run = Pass(self, stage, received)
+        result = None
+        with run:
+            try:
+                result = step()
+                returned = True
+            except StageExit:
+                returned = False
+        if returned and not (run.is_last and run.next_block == run.end):
+            raise RuntimeError(
+                f"the step returned after {run.next_block} of the {run.end} blocks of {self.partition.blocks!r}: a "
+                "pipeline needs a step that calls the model once (and lets BaseException through)"
+            )
+        return run.sent, result
+
+    def _foreign_names(self, module: nn.Module) -> list[str]:
+        """Parameters that other ranks own, and the buffers of their blocks."""
+        names = [name for name, _ in module.named_parameters(remove_duplicate=False) if not self.owns(name)]
+        prefix = f"{self.partition.blocks}."
+        for name, _ in module.named_buffers(remove_duplicate=False):
+            if name.startswith(prefix) and self.partition.owners(name).isdisjoint(self.stages):
+                names.append(name)
+        return names
+
+    def _install_blocks(self, module: nn.Module) -> None:
+        blocks = module.get_submodule(self.partition.blocks)
+        for index, block in enumerate(blocks.children()):
+            _swap_class(block, _block_call)
+            block.__dict__["_ptdp_index"] = index
+            block.__dict__["_ptdp_owned"] = self.partition.stage_of_block(index) in self.stages
+
+    def _guard_outside(self, module: nn.Module) -> None:
+        for name in (*self.partition.first, *self.partition.last):
+            if name in self.shapes:
+                continue  # a bare parameter, not a module
+            outer = module.get_submodule(name)
+            outer.__dict__["_ptdp_name"] = name
+            outer.__dict__["_ptdp_owned"] = (0 if name in self.partition.first else self.partition.num_stages - 1) in (
+                self.stages
+            )
+            if name in self.partition.first:
+                outer.__dict__["_ptdp_twin"] = ShapeTwin(outer)
+                _swap_class(outer, _first_call)
+            else:
+                _swap_class(outer, _last_call)
+
+
+def _nothing() -> None:
+    """The hook of a skeleton that nobody listens to."""
+
+
+def _aliases(module: nn.Module) -> dict[str, tuple[str, ...]]:
+    """For each parameter name, all names of the same parameter (more than one where weights are tied)."""
+    by_parameter: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        by_parameter.setdefault(parameter, []).append(name)
+    return {name: tuple(names) for names in by_parameter.values() for name in names}
+
+
+def _swap_class(module: nn.Module, call: Callable[..., Any]) -> None:
+    base = type(module)
+    module.__class__ = type(
+        base.__name__,
+        (base,),
+        {"__call__": call, "__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__},
+    )
+
+
+def _outside_a_run(what: str) -> RuntimeError:
+    return RuntimeError(
+        f"{what} is split over pipeline stages, and this rank holds only its own; it runs inside the steps of "
+        "Trainer.fit, validate, test and predict alone; to use the model elsewhere load a checkpoint into a new module"
+    )
+
+
+def _block_call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    call = super(type(self), self).__call__  # type: ignore[misc]
+    run = _current()
+    if run is not None:
+        return run.run_block(self, self._ptdp_index, call, args, kwargs)  # type: ignore[arg-type]
+    if self._ptdp_owned:
+        return call(*args, **kwargs)  # recomputed by a user's checkpoint, in the backward
+    raise _outside_a_run(f"block {self._ptdp_index}")
+
+
+def _first_call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    run = _current()
+    if run is None:
+        if self._ptdp_owned:
+            return super(type(self), self).__call__(*args, **kwargs)  # type: ignore[misc]
+        raise _outside_a_run(repr(self._ptdp_name))
+    if run.is_first:
+        return super(type(self), self).__call__(*args, **kwargs)  # type: ignore[misc]
+    if run.next_block == run.end:
+        raise RuntimeError(
+            f"{self._ptdp_name!r} ran after the last block, on a stage that does not own it: either the step calls the "
+            "model a second time (a pipeline allows one call), or the module runs after the blocks: name it in "
+            "last=[...], or in shared=[...] if it runs before them too"
+        )
+    try:
+        return self._ptdp_twin(*args, **kwargs)  # type: ignore[operator]
+    except Exception as error:
+        error.add_note(
+            f"raised while {self._ptdp_name!r}, which another stage owns, was asked for the shape of its output; name "
+            "it in shared=[...] to keep it on every stage"
+        )
+        raise
+
+
+def _last_call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    run = _current()
+    if run is None:
+        if self._ptdp_owned:
+            return super(type(self), self).__call__(*args, **kwargs)  # type: ignore[misc]
+        raise _outside_a_run(repr(self._ptdp_name))
+    if run.is_last and run.next_block == run.end:
+        return super(type(self), self).__call__(*args, **kwargs)  # type: ignore[misc]
+    raise RuntimeError(
+        f"{self._ptdp_name!r} ran before the last block, where only its own stage could run it: name it in first=[...] "
+        "if it runs before the blocks, or in shared=[...] if several stages use it"
+    )

@@ -1,0 +1,111 @@
+"""Forward and backward of one microbatch on one stage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from lightning_ptdp.pipeline.skeleton import Payload, Skeleton
+
+StepCall = Callable[[int, int], Any]
+"""Runs the user's step: (stage, microbatch) -> what it returns."""
+
+LossOf = Callable[[int, Any], Tensor | None]
+"""Takes (microbatch, what the step returned) to the scalar that backward starts from; None for nothing to do."""
+
+
+@dataclass(slots=True)
+class _Live:
+    """What a microbatch leaves on a stage between its forward and its backward.
+
+    The stage's output is not among it: backward starts from the edges behind it, so that its memory is free once sent.
+    """
+
+    received: tuple[Tensor, ...]
+    edges: tuple[GradientEdge | None, ...]
+    loss: Tensor | None
+
+
+class StageWorker:
+    """Runs the stages of one rank for one batch."""
+
+    def __init__(
+        self,
+        skeleton: Skeleton | None,
+        num_stages: int,
+        *,
+        step: StepCall,
+        loss_of: LossOf,
+        backward: Callable[[Tensor], None],
+        trains: bool,
+    ) -> None:
+        """skeleton: None where one stage is the whole module. trains: whether graphs are kept for backward."""
+        self._skeleton, self._num_stages = skeleton, num_stages
+        self._step, self._loss_of, self._backward, self._trains = step, loss_of, backward, trains
+        self._live: dict[tuple[int, int], _Live] = {}
+
+    @property
+    def num_live(self) -> int:
+        """Microbatches between forward and backward, over all stages of the rank."""
+        return len(self._live)
+
+    def forward(self, stage: int, microbatch: int, received: Payload | None) -> Payload | None:
+        """Run a stage; returns what it sends on, None from the last one."""
+        inputs = () if received is None else received.tensors
+        if self._trains:
+            for tensor in inputs:
+                if tensor.is_floating_point():
+                    tensor.requires_grad_()
+        output, result = self._call(stage, microbatch, received)
+        if stage < self._num_stages - 1:
+            assert output is not None, "a stage below the last leaves the step with a payload"
+            if self._trains:
+                self._live[stage, microbatch] = _Live(inputs, tuple(map(_edge, output.tensors)), None)
+            return Payload(tuple(t.detach() for t in output.tensors), output.structure, output.others)
+        loss = self._loss_of(microbatch, result)
+        if self._trains:
+            self._live[stage, microbatch] = _Live(inputs, (), loss)
+        return None
+
+    def _call(self, stage: int, microbatch: int, received: Payload | None) -> tuple[Payload | None, Any]:
+        if self._skeleton is None:
+            return None, self._step(stage, microbatch)
+        return self._skeleton.forward(stage, received, lambda: self._step(stage, microbatch))
+
+    def backward(self, stage: int, microbatch: int, gradients: tuple[Tensor, ...] | None) -> tuple[Tensor, ...]:
+        """Run a stage's backward; returns the gradients of what the stage had received, for the stage below.
+
+        gradients: of the floating tensors that the stage sent; None on the last one.
+
+        Raises:
+            RuntimeError: no gradient reached what was received.
+        """
+        live = self._live.pop((stage, microbatch))
+        if gradients is not None:
+            pairs = [(edge, g) for edge, g in zip(live.edges, gradients, strict=True) if edge is not None]
+            if pairs:
+                torch.autograd.backward([edge for edge, _ in pairs], [g for _, g in pairs])
+        elif live.loss is not None:
+            self._backward(live.loss)
+        started = gradients is not None or live.loss is not None
+        return self._input_gradients(stage, live, started=started)
+
+    def _input_gradients(self, stage: int, live: _Live, *, started: bool) -> tuple[Tensor, ...]:
+        floating = [tensor for tensor in live.received if tensor.is_floating_point()]
+        if floating and started and all(tensor.grad is None for tensor in floating):
+            raise RuntimeError(
+                f"no gradient reached the activation that stage {stage} received: either its output does not depend on "
+                "it, or the step checkpoints with use_reentrant=True; use "
+                "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
+            )
+        return tuple(torch.zeros_like(t) if t.grad is None else t.grad for t in floating)
+
+
+def _edge(tensor: Tensor) -> GradientEdge | None:
+    """Where backward enters for an output; None if it needs no gradient."""
+    return get_gradient_edge(tensor) if tensor.requires_grad else None

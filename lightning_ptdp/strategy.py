@@ -1,0 +1,605 @@
+"""`PTDPStrategy`: Lightning's hooks, each a call or two into the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.plugins import Precision
+from lightning.pytorch.strategies import ParallelStrategy, StrategyRegistry
+from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.optim import Optimizer
+
+from lightning_ptdp import loaders, outputs
+from lightning_ptdp.batch import Microbatch
+from lightning_ptdp.checkpoint.whole import WholeState, owned_groups
+from lightning_ptdp.comm import collectives
+from lightning_ptdp.comm.groups import Groups, join_world, world
+from lightning_ptdp.config import Auto, ParallelConfig
+from lightning_ptdp.engine import BatchRun, Engine
+from lightning_ptdp.exchange import Exchange, StepReport
+from lightning_ptdp.failure import FailureBoard
+from lightning_ptdp.logging import ALREADY_SYNCED, LogRecorder
+from lightning_ptdp.metrics import connect_metrics, frozen_metrics
+from lightning_ptdp.pipeline.partition import Partition
+from lightning_ptdp.pipeline.partition import partition as cut
+from lightning_ptdp.pipeline.skeleton import Skeleton
+from lightning_ptdp.precision import PTDPPrecision
+from lightning_ptdp.progress import EvaluationProgress
+from lightning_ptdp.schedule import SCHEDULES
+from lightning_ptdp.tensor_parallel.random import mix
+from lightning_ptdp.whole_module import agree_on_weights, pin_summaries
+
+
+class PTDPStrategy(ParallelStrategy):
+    """Trains an ordinary LightningModule under tensor x pipeline x data parallelism (arXiv 2104.04473).
+
+    A run under any sizes gives the numbers of the same run in one process.
+
+    Args:
+        tensor_parallel_size: ranks that share each matrix; "auto" lets the strategy choose.
+        pipeline_parallel_size: ranks that share the layers; "auto" lets the strategy choose.
+        data_parallel_size: replicas; "auto" is what the number of processes leaves.
+        virtual_pipeline_size: chunks of layers a pipeline rank holds; above 1 the schedule is interleaved.
+        micro_batch_size: samples a microbatch; "auto" is the largest that gives 4 microbatches a pipeline rank.
+        eval_micro_batch_size: samples a microbatch in evaluation; None runs each batch whole.
+        schedule: "gpipe", "1f1b", "interleaved", or "auto".
+        pipeline_blocks: name of the list of blocks; None finds the `nn.ModuleList` that holds most parameters.
+        pipeline_split: blocks of each stage in stage order; None balances by cost, embeddings and head counted.
+        first, last, shared: names of modules outside the blocks that run before them, after them, or on every stage,
+            where the guess is wrong.
+        process_group_backend: of torch.distributed; None takes gloo on CPUs, NCCL with gloo for control on GPUs.
+        timeout: of collectives.
+        accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: as in Lightning.
+
+    Raises:
+        ValueError: at set-up, on every rank, with all faults of the configuration at once.
+    """
+
+    is_distributed = True
+
+    def __init__(
+        self,
+        tensor_parallel_size: int | Auto = "auto",
+        pipeline_parallel_size: int | Auto = "auto",
+        data_parallel_size: int | Auto = "auto",
+        virtual_pipeline_size: int = 1,
+        micro_batch_size: int | Auto = "auto",
+        eval_micro_batch_size: int | None = None,
+        schedule: str = "auto",
+        recompute: str = "none",
+        sequence_parallel: bool = False,
+        distributed_optimizer: bool = False,
+        tensor_parallel_plan: Mapping[str, str] | None = None,
+        pipeline_blocks: str | None = None,
+        pipeline_split: Sequence[int] | None = None,
+        first: Sequence[str] = (),
+        last: Sequence[str] = (),
+        shared: Sequence[str] = (),
+        process_group_backend: str | None = None,
+        timeout: timedelta = timedelta(minutes=30),
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+    ) -> None:
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+        )
+        self.config = ParallelConfig(
+            tensor_parallel_size=tensor_parallel_size,
+            pipeline_parallel_size=pipeline_parallel_size,
+            data_parallel_size=data_parallel_size,
+            virtual_pipeline_size=virtual_pipeline_size,
+            micro_batch_size=micro_batch_size,
+            eval_micro_batch_size=eval_micro_batch_size,
+            schedule=schedule,
+            recompute=recompute,
+            sequence_parallel=sequence_parallel,
+            pipeline_split=None if pipeline_split is None else tuple(pipeline_split),
+        )
+        self.tensor_parallel_plan = tensor_parallel_plan
+        self.pipeline_blocks = pipeline_blocks
+        self.first, self.last, self.shared = tuple(first), tuple(last), tuple(shared)
+        self.num_nodes = 1
+        self._backend, self._timeout = process_group_backend, timeout
+        self._faults: list[str] = []
+        self._groups: Groups | None = None
+        self._engine: Engine | None = None
+        self._exchange: Exchange | None = None
+        self._recorder: LogRecorder | None = None
+        self._board: FailureBoard | None = None
+        self._progress = EvaluationProgress()
+        self._optimizer_names: list[list[list[str]]] = []
+        self._is_in_step = False
+        self._blocks_sync = False
+
+    # -- processes ---------------------------------------------------------------------------------------------------
+
+    @property
+    def root_device(self) -> torch.device:
+        """The device of this rank."""
+        assert self.parallel_devices is not None, "the Trainer's connector sets the devices"
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def num_processes(self) -> int:
+        """Processes on this node."""
+        return len(self.parallel_devices) if self.parallel_devices is not None else 0
+
+    @property
+    def groups(self) -> Groups:
+        """The process groups of the run."""
+        assert self._groups is not None, "groups exist from setup_environment on"
+        return self._groups
+
+    @property
+    def engine(self) -> Engine:
+        """What runs the batches."""
+        assert self._engine is not None, "the engine exists from setup on"
+        return self._engine
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Samples are split over the replicas; ranks of one replica see the same."""
+        return {"num_replicas": self.groups.topology.data_parallel_size, "rank": self.groups.at.data}
+
+    def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None, "the Trainer's connector sets the environment"
+        if not self.cluster_environment.creates_processes_externally:
+            self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+
+    def set_world_ranks(self) -> None:
+        """Tell the environment which ranks these are; called by the Trainer's connector."""
+        assert self.cluster_environment is not None, "the Trainer's connector sets the environment"
+        self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+        self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+        rank_zero_only.rank = fabric_rank_zero_only.rank = self.global_rank
+
+    def setup_environment(self) -> None:
+        """Join the world, and make the process groups of the layout."""
+        super().setup_environment()
+        reset_seed()
+        self.set_world_ranks()
+        self._join_world()
+        self._faults = self.config.faults(SCHEDULES)
+        if self._faults:
+            return
+        topology, self._faults = self.config.resolve(self.world_size)
+        if self._faults or (self._groups is not None and self._groups.topology == topology):
+            return
+        self._groups = Groups.create(topology, self.root_device.type)
+        self._exchange = Exchange(self._groups)
+        assert self.cluster_environment is not None, "set by the connector"
+        self._board = FailureBoard(
+            topology, self.global_rank, self.cluster_environment.main_address, self._groups.world
+        )
+
+    def _join_world(self) -> None:
+        assert self.cluster_environment is not None, "set by the connector"
+        backend = self._backend or ("cpu:gloo,cuda:nccl" if self.root_device.type == "cuda" else "gloo")
+        if self.root_device.type == "cuda" and "gloo" not in backend:
+            backend = f"cpu:gloo,cuda:{backend}"  # small control messages stay on the host
+        environment = self.cluster_environment
+        join_world(
+            backend,
+            address=environment.main_address,
+            port=environment.main_port,
+            rank=self.global_rank,
+            world_size=self.world_size,
+            timeout=self._timeout,
+        )
+
+    # -- set-up ------------------------------------------------------------------------------------------------------
+
+    def setup(self, trainer: pl.Trainer) -> None:
+        """Split the module, configure its optimizers, and connect everything that needs to know."""
+        assert self.accelerator is not None and self.lightning_module is not None, "set by the Trainer"
+        module, fits = self.lightning_module, trainer.state.fn == TrainerFn.FITTING
+        self.accelerator.setup(trainer)
+        partition = self._check(module)
+        if self._board is not None:
+            self._board.__enter__()
+        if Skeleton.of(module) is None:
+            pin_summaries(trainer, module)
+            agree_on_weights(module, self.groups)
+        self.precision.convert_module(module)
+        self._engine = Engine(self.config, self.groups, self.root_device, self._agreed_seed())
+        self._engine.set_up(module, partition)
+        self.model_to_device()
+        if fits:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+        self.precision.bind(self._gradient_norm)
+        self._recorder = LogRecorder(module)
+        connect_metrics(module, self.groups, lambda: self._is_in_step, self.root_device)
+        if self._progress not in trainer.callbacks:
+            trainer.callbacks.append(self._progress)
+        self.barrier("setup")
+
+    def _check(self, module: pl.LightningModule) -> Partition | None:
+        """Raise on every rank with all that is wrong; returns the cut of the module, None without a pipeline."""
+        faults, partition = list(self._faults), None
+        try:
+            p = self.config.pipeline_parallel_size
+            stages = (p if isinstance(p, int) else 1) * self.config.virtual_pipeline_size
+            if stages > 1:
+                partition = cut(
+                    module,
+                    stages,
+                    blocks=self.pipeline_blocks,
+                    split=self.config.pipeline_split,
+                    first=self.first,
+                    last=self.last,
+                    shared=self.shared,
+                )
+        except ValueError as error:
+            faults.append(str(error))
+        if partition is not None and not module.automatic_optimization:
+            faults.append(
+                "manual optimization runs backward inside training_step, where only the last stage arrives; use "
+                "automatic optimization, or pipeline_parallel_size=1"
+            )
+        if faults:
+            raise ValueError("PTDPStrategy cannot run this:\n" + "\n".join(f"- {fault}" for fault in faults))
+        return partition
+
+    def _agreed_seed(self) -> int:
+        seed: int = collectives.broadcast_object(torch.initial_seed(), 0, self.groups.world)
+        return seed
+
+    def model_to_device(self) -> None:
+        """Move what this rank owns."""
+        assert self.lightning_module is not None, "set by the Trainer"
+        self.lightning_module.to(self.root_device)
+
+    def setup_optimizers(self, trainer: pl.Trainer) -> None:
+        """Configure the optimizers on the whole tree, then leave them what this rank owns."""
+        assert self.lightning_module is not None, "set by the Trainer"
+        module, skeleton = self.lightning_module, self.engine.skeleton
+        with skeleton.whole() if skeleton is not None else nullcontext():
+            super().setup_optimizers(trainer)
+            names = {parameter: name for name, parameter in reversed(list(module.named_parameters()))}
+            self._optimizer_names = [
+                [[names[p] for p in group["params"]] for group in optimizer.param_groups]
+                for optimizer in self.optimizers
+            ]
+        hollow = skeleton.hollow.parameters if skeleton is not None else set()
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["params"] = [p for p in group["params"] if p not in hollow]
+            for parameter in hollow & optimizer.state.keys():
+                del optimizer.state[parameter]
+        if module.automatic_optimization:
+            self._bind()
+
+    def _trained(self) -> list[nn.Parameter]:
+        members = [p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]]
+        return list(dict.fromkeys(members))
+
+    def _bind(self) -> None:
+        assert self.lightning_module is not None, "set by the Trainer"
+        self.engine.bind(self.lightning_module, self._trained())
+
+    @property
+    def precision(self) -> PTDPPrecision:
+        """The precision plug-in."""
+        plugin = self.precision_plugin
+        assert isinstance(plugin, PTDPPrecision), "the setter converts others"
+        return plugin
+
+    @property
+    def precision_plugin(self) -> Precision:
+        """The precision plug-in; Lightning's own are replaced by their counterparts that see every rank."""
+        return self._precision_plugin if self._precision_plugin is not None else PTDPPrecision()
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Precision | None) -> None:
+        self._precision_plugin = None if plugin is None else PTDPPrecision.of(plugin)
+
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        """Modules are built on the host, so that a device holds only what its rank owns."""
+        with self.precision.tensor_init_context():
+            yield
+
+    def process_dataloader(self, dataloader: object) -> object:
+        """Evaluate each sample once, seed workers by replica, and end on all replicas at once."""
+        assert self.lightning_module is not None, "set by the Trainer"
+        trainer = self.lightning_module.trainer
+        evaluates = trainer.validating or trainer.testing or trainer.sanity_checking
+        return loaders.prepare(dataloader, self.groups, evaluates=evaluates, warn=rank_zero_warn)
+
+    # -- steps -------------------------------------------------------------------------------------------------------
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run a batch through the schedule; gradients wait for `backward`."""
+        assert self.lightning_module is not None, "set by the Trainer"
+        module = self.lightning_module
+        if not module.automatic_optimization:
+            return super().training_step(*args, **kwargs)
+        trainer = module.trainer
+        if set(self._trained()) != set(self.engine.buffers.parameters):
+            self._bind()
+        accumulate = trainer.accumulate_grad_batches
+        place = trainer.fit_loop.batch_idx % accumulate
+        is_last = not self._blocks_sync
+        step = self._user_step(module.training_step, args, kwargs, self.precision.train_step_context)
+        with self._step(), self.recorder.recording():
+            run = self.engine.train_batch(
+                _batch_of(args, kwargs),
+                step,
+                lambda loss: self.precision.backward(loss, module, None),
+                number=trainer.fit_loop.total_batch_idx,
+                accumulate=accumulate,
+            )
+            report = self._share(run)
+        self.engine.finish_batch(report.factor, is_first=place == 0, is_last=is_last)
+        self.recorder.replay(report.logged, self.root_device)
+        loss = torch.tensor(report.loss, device=self.root_device)
+        return {"loss": loss, **self._share_outputs(run)}
+
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        """Publish the gradients that the schedule left, once the window is complete."""
+        assert self.lightning_module is not None, "set by the Trainer"
+        module = self.lightning_module
+        if not module.automatic_optimization:
+            return self._manual_backward(closure_loss, optimizer, *args, **kwargs)
+        closure_loss = self.precision.pre_backward(closure_loss, module)
+        if not self._blocks_sync:
+            self.engine.reduce_gradients()
+        return self.precision.post_backward(closure_loss, module)
+
+    def _manual_backward(self, loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        """Manual optimization, without a pipeline: average over the replicas what one backward gave."""
+        loss = super().backward(loss, optimizer, *args, **kwargs)
+        assert self.lightning_module is not None, "set by the Trainer"
+        collectives.average_gradients(self.lightning_module.parameters(), self.groups.data)
+        return loss
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Within, a batch is one of several that accumulate, and not the last."""
+        self._blocks_sync = True
+        try:
+            yield
+        finally:
+            self._blocks_sync = False
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate a batch."""
+        return self._evaluate("validation_step", self.precision.val_step_context, args, kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate a batch."""
+        return self._evaluate("test_step", self.precision.test_step_context, args, kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Predict a batch."""
+        return self._evaluate("predict_step", self.precision.predict_step_context, args, kwargs)
+
+    def _evaluate(self, name: str, context: Callable[[], AbstractContextManager[None]], args: Any, kwargs: Any) -> Any:
+        assert self.lightning_module is not None, "set by the Trainer"
+        module, at = self.lightning_module, self._progress
+        step = self._user_step(getattr(module, name), args, kwargs, context)
+        number = mix(module.trainer.global_step, at.dataloader_idx, at.batch_idx)
+        with self._step(), self.recorder.recording(), frozen_metrics(module) if at.is_ghost else nullcontext():
+            run = self.engine.evaluate_batch(
+                _batch_of(args, kwargs), step, number=number, size=self.config.eval_micro_batch_size
+            )
+            if at.is_ghost:
+                run.weights = [0.0] * len(run.weights)
+            report = None if name == "predict_step" else self._share(run)
+        if report is not None:
+            self.recorder.replay(report.logged, self.root_device)
+        output = None
+        if self.engine.is_last:
+            output = outputs.merge(run.outputs, run.sizes, run.weight_numbers)
+        return self._from_last_stage(output)
+
+    def _user_step(
+        self, step: Callable[..., Any], args: Any, kwargs: Any, context: Callable[[], AbstractContextManager[None]]
+    ) -> Callable[[Microbatch, bool], Any]:
+        """The user's step as the engine calls it, its log calls under the microbatch's name."""
+
+        def run(microbatch: Microbatch, keep: bool) -> Any:
+            with self.recorder.microbatch(microbatch.index, microbatch.num_samples, keep=keep), context():
+                if args:
+                    return step(microbatch.batch, *args[1:], **kwargs)
+                return step(**{**kwargs, "batch": microbatch.batch})
+
+        return run
+
+    def _share(self, run: BatchRun) -> StepReport:
+        """What the last stages know of the step, on every rank."""
+        assert self._exchange is not None, "made with the groups"
+        mine = None
+        if self.engine.is_last:
+            weights, losses = run.weight_numbers, run.loss_numbers
+            mine = StepReport(
+                weight=sum(weights),
+                weighted_loss=sum(w * loss for w, loss in zip(weights, losses, strict=False) if w),
+                scale=run.scale,
+                num_samples=float(run.num_samples),
+                logged=self.recorder.merged(weights),
+            )
+        return self._exchange.share(mine)
+
+    def _share_outputs(self, run: BatchRun) -> dict[str, Any]:
+        extra = outputs.extras(run.outputs, run.sizes, run.weight_numbers) if self.engine.is_last else {}
+        shared: dict[str, Any] = self._from_last_stage(extra)
+        return shared
+
+    def _from_last_stage(self, value: Any) -> Any:
+        """A value of the last stage on all ranks of its pipeline."""
+        groups = self.groups
+        if groups.topology.pipeline_parallel_size == 1:
+            return value
+        value = outputs.to_device(value, torch.device("cpu")) if self.engine.is_last else None
+        value = collectives.broadcast_object(value, groups.pipeline_ranks[-1], groups.pipeline)
+        return outputs.to_device(value, self.root_device)
+
+    @property
+    def recorder(self) -> LogRecorder:
+        """What stands in for the module's `log`."""
+        assert self._recorder is not None, "made at setup"
+        return self._recorder
+
+    @contextmanager
+    def _step(self) -> Iterator[None]:
+        """Within, the user's step runs; a failure is posted at once, so that peers learn of it."""
+        self._is_in_step = True
+        try:
+            yield
+        except Exception as error:
+            if self._board is not None:
+                self._board.report(error)
+            raise
+        finally:
+            self._is_in_step = False
+
+    def _gradient_norm(self, parameters: list[nn.Parameter]) -> Tensor:
+        assert self.lightning_module is not None, "set by the Trainer"
+        return self.engine.gradient_norm(self.lightning_module, parameters)
+
+    # -- collectives of Lightning --------------------------------------------------------------------------------------
+
+    def barrier(self, name: str | None = None) -> None:
+        """Wait for the whole world."""
+        if dist.is_initialized():
+            collectives.barrier(world())
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """An object of global rank `src` on the whole world."""
+        return collectives.broadcast_object(obj, src, world()) if dist.is_initialized() else obj
+
+    def reduce(
+        self, tensor: Tensor | Any, group: ProcessGroup | str | None = None, reduce_op: Any = "mean"
+    ) -> Tensor | Any:
+        """Reduce over the replicas: the ranks of one replica hold the same value, and it must count once.
+
+        A value that was merged over the replicas when its step ended is returned as it is.
+        """
+        if not isinstance(tensor, Tensor) or group == ALREADY_SYNCED:
+            return tensor
+        chosen = self.groups.data if group is None or isinstance(group, str) else group
+        return collectives.reduce_by_name(tensor, chosen, reduce_op)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """One decision for the whole world."""
+        vote = torch.tensor(int(decision))
+        return bool(collectives.all_reduce_(vote, world(), collectives.MIN if all else collectives.MAX))
+
+    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
+        """Gather over the replicas."""
+        return super().all_gather(tensor, group=group or self.groups.data, sync_grads=sync_grads)
+
+    # -- checkpoints -----------------------------------------------------------------------------------------------------
+
+    restore_checkpoint_after_setup = True
+
+    def _whole_state(self) -> WholeState:
+        assert self.lightning_module is not None, "set by the Trainer"
+        return WholeState(self.groups, self.engine.state_names(self.lightning_module), self.engine.shards)
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The plain module's state on global rank 0, empty elsewhere; every rank must call this."""
+        assert self.lightning_module is not None, "set by the Trainer"
+        self._refuse_after_failure()
+        return self._whole_state().gather_module(self.lightning_module.state_dict())
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load this rank's part of a plain module's state."""
+        assert self.lightning_module is not None, "set by the Trainer"
+        module, whole, given = self.lightning_module, self._whole_state(), checkpoint["state_dict"]
+        if strict:
+            whole.check_names(given)
+        module.load_state_dict(whole.cut_module(given, list(module.state_dict())), strict=strict)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """A plain optimizer's state on global rank 0, without values elsewhere; every rank must call this."""
+        self._refuse_after_failure()
+        plain = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        names = self._optimizer_names[self.optimizers.index(plain)]
+        name_of = self._parameter_names()
+        states = self._whole_state().gather_optimizer({name_of[p]: state for p, state in plain.state.items()})
+        numbers = {name: i for i, name in enumerate(name for group in names for name in group)}
+        return {
+            "state": {numbers[name]: state for name, state in states.items()},
+            "param_groups": owned_groups(plain.param_groups, names),
+        }
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Load this rank's part of plain optimizers' states."""
+        name_of, whole = self._parameter_names(), self._whole_state()
+        for optimizer, names, given in zip(
+            self.optimizers, self._optimizer_names, checkpoint["optimizer_states"], strict=True
+        ):
+            numbers = {name: i for i, name in enumerate(name for group in names for name in group)}
+            states, groups, place = {}, [], 0
+            for group, options in zip(optimizer.param_groups, given["param_groups"], strict=True):
+                groups.append({**options, "params": list(range(place, place + len(group["params"])))})
+                for parameter in group["params"]:
+                    name = name_of[parameter]
+                    if numbers[name] in given["state"]:
+                        states[place] = whole.cut_optimizer(name, given["state"][numbers[name]])
+                    place += 1
+            optimizer.load_state_dict({"state": states, "param_groups": groups})
+
+    def _parameter_names(self) -> dict[nn.Parameter, str]:
+        """The plain module's name of each parameter: the first, where several are tied."""
+        assert self.lightning_module is not None, "set by the Trainer"
+        return self.engine.plain_names(self.lightning_module)
+
+    def _refuse_after_failure(self) -> None:
+        assert self.lightning_module is not None, "set by the Trainer"
+        if self.lightning_module.trainer.interrupted:
+            raise RuntimeError(
+                "no checkpoint can be saved after a failure: it takes every rank, and one has failed; the last "
+                "checkpoint saved before is whole"
+            )
+
+    # -- the end -----------------------------------------------------------------------------------------------------------
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Post the failure for the other ranks, or say in it what failed first."""
+        if self._board is not None:
+            self._board.report(exception)
+
+    def teardown(self) -> None:
+        """Stop watching, and give the module its own `log` back."""
+        if self._board is not None:
+            self._board.__exit__()
+        if self._recorder is not None:
+            self._recorder.detach()
+        if self._engine is not None:
+            self._engine.release()
+        super().teardown()
+
+
+def _batch_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return args[0] if args else kwargs["batch"]
+
+
+StrategyRegistry.register(
+    "ptdp", PTDPStrategy, description="Tensor x pipeline x data parallelism for ordinary LightningModules (PTD-P)"
+)

@@ -1,0 +1,1 @@
+"""Tensor parallelism from a plan: shards, their forwards, sharded logits, random streams."""

@@ -1,0 +1,107 @@
+"""Random streams by name: what must agree between ranks agrees, what must differ differs.
+
+    before the model     one stream a (step, replica, microbatch), the same on all stages and tensor peers
+    in a stage           one stream a (step, replica, microbatch, stage), the same on tensor peers
+    in a split region    drawn from the stage's stream and the tensor rank
+
+Every stream is a function of the run's seed and of these numbers alone, so that resuming, recomputing and the order of a
+schedule change no draw.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy
+import torch
+
+_MASK = (1 << 64) - 1
+
+
+def mix(*numbers: int) -> int:
+    """A 63-bit seed from a sequence of numbers, each of which changes all of it (SplitMix64)."""
+    state = 0
+    for number in numbers:
+        state = (state + (number & _MASK) + 0x9E3779B97F4A7C15) & _MASK
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
+        state ^= state >> 31
+    return state >> 1
+
+
+def generators(device: torch.device) -> tuple[torch.Generator, ...]:
+    """The default generators that operations on `device` and on the host draw from."""
+    if device.type == "cuda":
+        index = device.index if device.index is not None else torch.cuda.current_device()
+        return torch.default_generator, torch.cuda.default_generators[index]
+    return (torch.default_generator,)
+
+
+class RandomStreams:
+    """Puts the default generators (PyTorch, NumPy's and Python's) on named streams."""
+
+    def __init__(self, seed: int, device: torch.device) -> None:
+        """seed: the same on every rank. device: where the rank computes."""
+        self._seed = seed
+        self._generators = generators(device)
+        self._position: tuple[int, ...] = ()
+
+    @contextmanager
+    def isolated(self) -> Iterator[None]:
+        """Within, the streams may move the default generators; afterwards these stand where they stood."""
+        states = [generator.get_state() for generator in self._generators]
+        python, arrays = random.getstate(), numpy.random.get_state()
+        try:
+            yield
+        finally:
+            for generator, state in zip(self._generators, states, strict=True):
+                generator.set_state(state)
+            random.setstate(python)
+            numpy.random.set_state(arrays)
+
+    def start(self, *position: int) -> None:
+        """Go to the stream before the model, of (phase, step, replica, microbatch)."""
+        self._position = position
+        seed = mix(self._seed, *position)
+        self._reseed(seed)
+        random.seed(seed)
+        numpy.random.seed(seed & 0xFFFFFFFF)
+
+    def enter_stage(self, stage: int) -> None:
+        """Go on to the stage's own stream."""
+        self._reseed(mix(self._seed, *self._position, 1 + stage))
+
+    def _reseed(self, seed: int) -> None:
+        for generator in self._generators:
+            generator.manual_seed(seed)
+
+
+class SplitRegion:
+    """Where activations are split over tensor peers: each draws from a stream of its own, then returns to the shared one.
+
+    The stream is seeded by a draw from the shared one, so that it repeats when the shared one does: in recomputation too.
+    """
+
+    def __init__(self, tensor_rank: int, device: torch.device) -> None:
+        self._rank = tensor_rank
+        self._generators = generators(device)
+        self._outside: list[torch.Tensor] | None = None
+
+    def enter(self) -> None:
+        """Leave the shared stream; nothing happens where it was left already."""
+        if self._outside is not None:
+            return
+        seed = int(torch.randint(1 << 62, ()))
+        self._outside = [generator.get_state() for generator in self._generators]
+        for generator in self._generators:
+            generator.manual_seed(mix(seed, 1 + self._rank))
+
+    def leave(self) -> None:
+        """Return to the shared stream."""
+        if self._outside is None:
+            return
+        for generator, state in zip(self._generators, self._outside, strict=True):
+            generator.set_state(state)
+        self._outside = None

@@ -1,0 +1,48 @@
+"""What holds for every test: seeds, hygiene, warnings as errors, the gpu marker, and the end of the pool."""
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests.host_warnings import ini_lines
+from tests.hygiene import Surroundings, seed_everything
+from tests.spmd import close_pool, warm_pool
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Set what holds for the whole session; tests/spmd_worker.py does the same in the workers."""
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is deterministic only with it
+    for line in ini_lines():
+        config.addinivalue_line("filterwarnings", line)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Let the fork server import on another core while the first tests run, if any test may use it."""
+    modules = {item.module for item in session.items if isinstance(item, pytest.Function)}
+    if not session.config.option.collectonly and any({"spmd", "run_spmd"} & vars(module).keys() for module in modules):
+        warm_pool()
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip what needs a device where there is none."""
+    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+
+
+def pytest_unconfigure() -> None:
+    """End the workers, after an interrupt too."""
+    close_pool()
+
+
+@pytest.fixture(autouse=True)
+def hygiene() -> Iterator[None]:
+    """Start every test from the same seeds, and fail it if it leaves something behind."""
+    before = Surroundings.observe()
+    seed_everything()
+    yield
+    if leaks := before.restore():
+        pytest.fail("left behind\n  " + "\n  ".join(leaks), pytrace=False)
