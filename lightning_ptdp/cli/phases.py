@@ -31,16 +31,16 @@ class Phases(Callback):
             trainer.estimated_stepping_batches,
         )
 
-    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:  # noqa: ARG002
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
         step = trainer.global_step
         if self._shows_metrics and (step == 1 or step % self._every_n_steps == 0):
             log.info("step %d: %s", step, as_text(trainer.progress_bar_metrics))
 
-    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:  # noqa: ARG002
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self._shows_metrics and not trainer.sanity_checking:
             log.info("step %d, validated: %s", trainer.global_step, as_text(trainer.progress_bar_metrics))
 
-    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:  # noqa: ARG002
+    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         for callback in trainer.checkpoint_callbacks:
             path = written_by(callback)
             if path:

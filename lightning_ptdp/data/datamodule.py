@@ -110,7 +110,7 @@ class TextDataModule(L.LightningDataModule):
         )
         write_text_whole(self._pointer(), prepared.folder.name)
 
-    def setup(self, stage: str | None = None) -> None:  # noqa: ARG002 (every stage needs the same)
+    def setup(self, stage: str | None = None) -> None:
         """Open what `prepare_data` made on this node.
 
         Raises:

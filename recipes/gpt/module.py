@@ -80,7 +80,7 @@ class GPTModule(L.LightningModule):
         if self.net is None:
             self.net = self._build()
 
-    def setup(self, stage: str) -> None:  # noqa: ARG002 (every stage needs the same)
+    def setup(self, stage: str) -> None:
         """Check that model and data agree on the vocabulary and the sequence length."""
         datamodule = getattr(self.trainer, "datamodule", None)
         if isinstance(datamodule, TextDataModule):
