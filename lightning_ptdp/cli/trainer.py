@@ -23,6 +23,8 @@ def run(command: str, arguments: Sequence[str]) -> None:
     """Run one of LightningCLI's subcommands with its arguments."""
     # a batch of packed tokens is a copy out of mapped memory, which no loader process can speed up
     warnings.filterwarnings("ignore", message=".*does not have many workers.*")
+    # what Lightning still calls in torch, and torch in itself, is not the user's to change
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"(torch|lightning)\.")
     TrainerCommand(
         args=[command, *with_recipe_paths(arguments)],
         save_config_kwargs={"overwrite": True},
