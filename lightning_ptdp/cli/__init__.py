@@ -1,0 +1,5 @@
+"""The command `ptdp`."""
+
+from .main import main
+
+__all__ = ["main"]

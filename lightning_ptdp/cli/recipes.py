@@ -1,0 +1,31 @@
+"""`ptdp recipes`: the configurations that come with the package."""
+
+from importlib.util import find_spec
+from pathlib import Path
+
+from .terminal import show_table
+
+
+def list_recipes() -> None:
+    """List the bundled configurations: name, what it is, where it lies."""
+    rows = [[name, describe(path), str(path)] for name, path in bundled_recipes().items()]
+    show_table("bundled recipes: ptdp fit --config NAME", ["name", "what it is", "file"], rows)
+
+
+def bundled_recipes() -> dict[str, Path]:
+    """Name ("gpt/tiny") -> YAML file of every bundled configuration."""
+    spec = find_spec("lightning_ptdp.recipes")
+    folders = [Path(folder) for folder in spec.submodule_search_locations or ()] if spec is not None else []
+    files = sorted(file for folder in folders for file in folder.glob("*/configs/*.yaml"))
+    return {f"{file.parents[1].name}/{file.stem}": file for file in files}
+
+
+def recipe_path(name: str) -> Path | None:
+    """The file of a bundled configuration, None if there is none of that name."""
+    return bundled_recipes().get(name.removesuffix(".yaml"))
+
+
+def describe(path: Path) -> str:
+    """The first comment line of a configuration."""
+    first = path.read_text().splitlines()[0]
+    return first.removeprefix("#").strip()

@@ -1,0 +1,66 @@
+"""What a corpus is: documents, and a digest of their content that names everything prepared from them."""
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any
+
+DIGEST_BYTES = 16
+_NUM_NAMED = 3
+
+Rows = Any  # a datasets.Dataset; the library ships no types
+ReadTexts = Callable[[dict[str, list[Any]]], list[str]]
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Documents:
+    """The documents of a corpus, ready to be read in batches.
+
+    rows: a `datasets.Dataset`, one row a document.
+    read: a batch of rows (column name -> values) -> one text a row.
+    digests: one a row, `digest` of the document's UTF-8 bytes.
+    num_bytes: one a row, the length of the document in UTF-8; 0 is an empty document.
+    """
+
+    rows: Rows
+    read: ReadTexts
+    digests: Sequence[bytes]
+    num_bytes: Sequence[int]
+
+
+class Corpus(ABC):
+    """A source of documents. Opening one reads what is needed to name its content, and no more."""
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """What messages call the corpus."""
+
+    @abstractmethod
+    def content_digest(self) -> str:
+        """Equal for equal content, wherever it lies and whatever it is called; hexadecimal."""
+
+    @abstractmethod
+    def documents(self) -> Documents:
+        """All documents, in an order that is the same whenever `content_digest` is."""
+
+
+def digest(content: bytes) -> bytes:
+    """The digest of one document, `DIGEST_BYTES` long."""
+    return blake2b(content, digest_size=DIGEST_BYTES).digest()
+
+
+def first_few(names: Sequence[object]) -> str:
+    """The first names of a list and how many there are, for a message."""
+    shown = ", ".join(str(name) for name in names[:_NUM_NAMED])
+    rest = len(names) - _NUM_NAMED
+    return shown if rest <= 0 else f"{shown} and {rest} more"
+
+
+def mib(num_bytes: int) -> str:
+    """A size for a message, in units of 2^20 bytes."""
+    return f"{num_bytes / 2**20:.1f} MiB"
