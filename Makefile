@@ -20,8 +20,9 @@ help: ## list the targets
 
 setup: $(STAMP) ## make .venv and install everything into it (PYTHON=python3)
 
-train: setup ## train the GPT recipe (ARGS="--trainer.max_steps 100")
-	$(BIN)/python -m lightning_ptdp fit --config recipes/gpt/configs/default.yaml $(ARGS)
+train: setup ## train the GPT recipe on four processes and let it write (ARGS="--trainer.max_steps 100")
+	$(BIN)/python -m lightning_ptdp fit --config gpt/tiny $(ARGS)
+	$(BIN)/python -m lightning_ptdp generate --ckpt runs/gpt-tiny/checkpoints/last.ckpt --prompt "def main(" --max-new-tokens 120
 
 test: lint ## lint, then run all tests that this machine can
 	@echo "test: running pytest"

@@ -54,7 +54,8 @@ def split(batch: Any, size: int) -> list[Microbatch]:
     if odd:
         raise ValueError(
             f"a batch is cut along dim 0 into microbatches of {size}; most of its tensors have {total} rows, but "
-            f"{odd} do not; give every tensor the batch's leading size (or 1, or no dims), or set micro_batch_size={total}"
+            f"{odd} do not; give every tensor the batch's leading size (or 1, or no dims), or set "
+            f"micro_batch_size={total}"
         )
     starts = range(0, total, size)
     return [

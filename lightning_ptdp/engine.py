@@ -133,6 +133,10 @@ class Engine:
         if self.skeleton is not None:
             self._shared = SharedGradients(self._shared_parameters(module, self.skeleton), self.groups, self.device)
 
+    def trains(self, parameters: Sequence[nn.Parameter]) -> bool:
+        """Whether the buffers are those of these parameters."""
+        return self.buffers is not None and set(parameters) == set(self.buffers.parameters)
+
     def _shared_parameters(self, module: nn.Module, skeleton: Skeleton) -> list[SharedParameter]:
         owned = dict(module.named_parameters(remove_duplicate=False))
         found = []
@@ -260,10 +264,8 @@ class Engine:
             nonlocal unit
             result, counter = output
             loss = _loss_in(result)
-            if counts == 1:
-                weight = Weight(1.0, 1.0)
-            else:
-                weight = weigh(result, counter.calls, microbatches[k].num_samples)
+            is_alone = counts == 1
+            weight = Weight(1.0, 1.0) if is_alone else weigh(result, counter.calls, microbatches[k].num_samples)
             if math.isnan(unit):
                 unit = weight.unit
                 run.scale = unit * counts
@@ -283,8 +285,8 @@ class Engine:
         self.buffers.finish_batch(factor, is_first=is_first, is_only=is_first and is_last)
 
     def reduce_gradients(self) -> None:
-        """Sum the window's gradients over tensor peers where a weight is used on each one's own heads, over replicas, and
-        over the stages that share a parameter; then publish them.
+        """Sum the window's gradients over tensor peers where a weight is used on each one's own heads, over replicas,
+        and over the stages that share a parameter; then publish them.
 
         In this order both copies of a tied weight hold the same bits: a sum over replicas may round differently in
         buffers of different layout, and the last sum is over the copies.
@@ -303,8 +305,8 @@ class Engine:
         return total_norm(mine, self.groups.replica, self.device)
 
     def _counts(self, name: str) -> bool:
-        """Whether this rank is the one to count a parameter: the first stage that owns it, and of tensor peers the first
-        unless each has a shard."""
+        """Whether this rank is the one to count a parameter: on the first stage that owns it, and of tensor peers the
+        first unless each has a shard."""
         at = self.groups.at
         owner = 0 if self.skeleton is None else min(self.skeleton.owners(name)) % self._p
         return at.pipeline == owner and (at.tensor == 0 or name in self.placement.shards)

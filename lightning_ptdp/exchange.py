@@ -75,17 +75,17 @@ class StepReport:
 
 
 def merge(values: Sequence[Logged]) -> Logged:
-    """One value for several of the same key, by the key's reduction."""
-    first, weight = values[0], sum(value.weight for value in values)
-    if first.key.reduce == "mean":
-        counted = [value for value in values if value.weight]
-        total = sum(value.value * value.weight for value in counted) / weight if counted else first.value
-    elif first.key.reduce == "sum":
-        total = sum(value.value for value in values if value.weight or len(values) == 1)
+    """One value for several of the same key, by the key's reduction; those without samples do not count."""
+    real = [value for value in values if value.batch_size] or list(values)
+    key, weight = real[0].key, sum(value.weight for value in real)
+    if key.reduce == "mean":
+        weighted = [value for value in real if value.weight]  # the mean of nothing may be NaN
+        total = sum(value.value * value.weight for value in weighted) / weight if weighted else real[0].value
+    elif key.reduce == "sum":
+        total = sum(value.value for value in real)
     else:
-        pick = min if first.key.reduce == "min" else max
-        total = pick(value.value for value in values)
-    return Logged(first.key, total, weight, sum(value.batch_size for value in values))
+        total = (min if key.reduce == "min" else max)(value.value for value in real)
+    return Logged(key, total, weight, sum(value.batch_size for value in real))
 
 
 class Exchange:
@@ -171,7 +171,9 @@ def _numbers(report: StepReport) -> list[float]:
 
 def _report(numbers: Sequence[float], schema: tuple[Key, ...]) -> StepReport:
     triples = [numbers[i : i + 3] for i in range(_HEAD, len(numbers), 3)]
-    return StepReport(*numbers[:_HEAD], tuple(Logged(k, *three) for k, three in zip(schema, triples, strict=True)))
+    logged = tuple(Logged(key, *three) for key, three in zip(schema, triples, strict=True))
+    weight, weighted_loss, scale, num_samples = numbers[:_HEAD]
+    return StepReport(weight, weighted_loss, scale, num_samples, logged)
 
 
 def _hash(schema: tuple[Key, ...]) -> int:

@@ -84,8 +84,8 @@ def _was_split(known: Layout, topology: Topology, stages: int) -> str:
     return (
         f"the module was split for tensor_parallel_size={known.topology.tensor_parallel_size} and {known.num_stages} "
         f"stages by an earlier run, and each rank holds only its part; this run asks for "
-        f"tensor_parallel_size={topology.tensor_parallel_size} and {stages} stages: build a new module for it, and load "
-        "a checkpoint"
+        f"tensor_parallel_size={topology.tensor_parallel_size} and {stages} stages: build a new module for it, and "
+        "load a checkpoint"
     )
 
 
@@ -116,8 +116,8 @@ def _placement(module: nn.Module, size: int, wishes: Wishes) -> tuple[Placement,
     if not plan:
         return Placement(), [
             f"tensor_parallel_size={size} needs a plan that says how to split the layers, and the module carries none; "
-            "pass tensor_parallel_plan= to the strategy. A first draft to correct (colwise into a split region, rowwise "
-            f"out of it):\n{suggestion(module)}"
+            "pass tensor_parallel_plan= to the strategy. A first draft to correct (colwise into a split region, "
+            f"rowwise out of it):\n{suggestion(module)}"
         ]
     faults = check_plan(module, plan, is_given=wishes.plan is not None)
     if faults:
@@ -141,12 +141,18 @@ def choose_model_parallel(
     SC'21 section 3). Where nothing fits, the largest that divides the processes.
     """
     parameters = sum(parameter.numel() for parameter in module.parameters())
-    tensor = [config.tensor_parallel_size] if config.tensor_parallel_size != "auto" else [
-        t for t in divisors(devices_per_node) if t == 1 or not _placement(module, t, wishes)[1]
-    ]
-    pipeline = [config.pipeline_parallel_size] if config.pipeline_parallel_size != "auto" else [
-        p for p in divisors(world_size) if p == 1 or p * config.virtual_pipeline_size <= _num_blocks(module, wishes)
-    ]
+    tensor = (
+        [config.tensor_parallel_size]
+        if config.tensor_parallel_size != "auto"
+        else [t for t in divisors(devices_per_node) if t == 1 or not _placement(module, t, wishes)[1]]
+    )
+    pipeline = (
+        [config.pipeline_parallel_size]
+        if config.pipeline_parallel_size != "auto"
+        else [
+            p for p in divisors(world_size) if p == 1 or p * config.virtual_pipeline_size <= _num_blocks(module, wishes)
+        ]
+    )
     pairs = [(t, p) for t in tensor for p in pipeline if world_size % (t * p) == 0]
     if not pairs:
         return tensor[0], pipeline[0]

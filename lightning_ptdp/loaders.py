@@ -87,8 +87,8 @@ class EvenLoader:
         while self._go_on(has_batch=False):
             if batch is None:
                 raise RuntimeError(
-                    f"replica {self._groups.at.data} has no batch at all in an evaluation where others have; give every "
-                    "replica at least one"
+                    f"replica {self._groups.at.data} has no batch at all in an evaluation where others have; give "
+                    "every replica at least one"
                 )
             yield batch
 
@@ -108,6 +108,6 @@ class EvenLoader:
         most = max(count for count in counts if count is not None) if len(ended) < len(counts) else None
         if most is not None:
             self._warn(
-                f"training data ended on replica {ended[0]} after {most - 1} batches while other replicas have more; the "
-                "epoch ends there on all, and the rest is not seen"
+                f"training data ended on replica {ended[0]} after {most - 1} batches while other replicas have more; "
+                "the epoch ends there on all, and the rest is not seen"
             )

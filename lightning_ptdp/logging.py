@@ -1,8 +1,8 @@
 """`self.log` under a schedule: recorded while a step runs, merged, and replayed once on every rank.
 
-A step runs once a microbatch, and only the last stage's run reaches what follows the model. The calls recorded there are
-merged over microbatches, shared (`exchange`), and passed to Lightning's own `log` on every rank, as if the step had run
-once on the whole batch.
+A step runs once a microbatch, and only the last stage's run reaches what follows the model. The calls recorded there
+are merged over microbatches, shared (`exchange`), and passed to Lightning's own `log` on every rank, as if the step had
+run once on the whole batch.
 """
 
 from __future__ import annotations
@@ -69,10 +69,10 @@ class LogRecorder:
         if not keep:
             del self._records[before:]
 
-    def merged(self, weights: list[float]) -> tuple[Logged, ...]:
+    def merged(self, weights: list[float], *, counts: bool) -> tuple[Logged, ...]:
         """One value a key over the microbatches of the step.
 
-        weights: of the microbatches, by index.
+        weights: of the microbatches, by index. counts: False for a batch that only keeps a replica in step.
         """
         assert self._records is not None, "called within the recording"
         by_key: dict[Key, list[Logged]] = {}
@@ -80,7 +80,8 @@ class LogRecorder:
         numbers = _to_numbers([value for value in values if value is not None])
         for record in self._records:
             number = next(numbers) if record.value is not None else float("nan")
-            logged = Logged(record.key, number, weights[record.microbatch], record.batch_size)
+            size = record.batch_size if counts else 0.0
+            logged = Logged(record.key, number, weights[record.microbatch], size)
             by_key.setdefault(record.key, []).append(logged)
         return tuple(merge(values) for values in by_key.values())
 
@@ -88,18 +89,18 @@ class LogRecorder:
         """Pass merged values to Lightning's own `log`."""
         for value in logged:
             key, arguments = value.key, dict(value.key.arguments)
-            batch_size = max(1, round(value.batch_size))
-            if key.metric is None:
-                shown: Any = torch.tensor(value.value, dtype=key.dtype, device=device)
-                if key.is_synced:
-                    arguments["sync_dist_group"] = ALREADY_SYNCED
-            else:
+            number = torch.tensor(value.value, dtype=key.dtype, device=device)
+            shown: Any = number
+            if key.metric is not None:
                 shown = self._module.get_submodule(key.metric)
                 assert isinstance(shown, Metric), "found under this name when it was logged"
-                if key.has_value:
-                    shown._forward_cache = torch.tensor(value.value, dtype=key.dtype, device=device)
+                shown._forward_cache = number if key.has_value else None
                 arguments["metric_attribute"] = key.metric
-            self._log(key.name, shown, **arguments, batch_size=batch_size)
+            elif key.is_synced:
+                arguments["sync_dist_group"] = ALREADY_SYNCED
+            elif not value.batch_size and key.reduce != "mean":
+                continue  # a batch that does not count, of a replica that has no other left
+            self._log(key.name, shown, **arguments, batch_size=round(value.batch_size))
 
     def _record(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         if self._records is None:
@@ -111,7 +112,7 @@ class LogRecorder:
         reduce = _reduction(name, arguments.get("reduce_fx", "mean"))
         if "reduce_fx" in arguments:
             arguments["reduce_fx"] = reduce
-        shown = value
+        shown: Any = value
         if isinstance(value, Metric):
             metric = metric or self._metric_name(name, value)
             shown = value._forward_cache

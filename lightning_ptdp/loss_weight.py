@@ -45,13 +45,13 @@ class TargetCounter(TorchFunctionMode):
 
     def start(self) -> None:
         """Begin to look; from here on each operation costs a little more."""
-        self.__enter__()
+        self.__enter__()  # type: ignore[no-untyped-call]
         self._is_active = True
 
     def stop(self) -> None:
         """Look no longer; nothing happens if it never began."""
         if self._is_active:
-            self.__exit__(None, None, None)
+            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
             self._is_active = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -20,8 +20,8 @@ _PLAIN = "_ptdp_plain_compute"
 def connect_metrics(module: nn.Module, groups: Groups, is_in_step: Callable[[], bool], device: torch.device) -> None:
     """Make each metric sync over the replicas, and take the last stage's state before it computes.
 
-    Outside a step every rank computes the same metrics in the same order. (An epoch-end hook would be too late: Lightning
-    computes logged metrics before those.)
+    Outside a step every rank computes the same metrics in the same order. (An epoch-end hook would be too late:
+    Lightning computes logged metrics before those.)
     """
     for metric in module.modules():
         if not isinstance(metric, Metric):

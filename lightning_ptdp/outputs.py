@@ -36,6 +36,8 @@ def merge(values: Sequence[Any], sizes: Sequence[int], weights: Sequence[float])
     Tensors with a row a sample are joined, numbers and scalar tensors averaged by weight ("weight" and other integers
     summed), structures merged leaf by leaf; anything else stays a list.
     """
+    if not values:
+        return None
     if len(values) == 1:
         return detached(values[0])
     flat, specs = zip(*(pytree.tree_flatten(detached(value)) for value in values), strict=True)
@@ -48,18 +50,22 @@ def merge(values: Sequence[Any], sizes: Sequence[int], weights: Sequence[float])
 def _merge_leaves(leaves: Sequence[Any], sizes: Sequence[int], weights: Sequence[float]) -> Any:
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     if len(tensors) == len(leaves):
-        if all(t.ndim and len(t) == size for t, size in zip(tensors, sizes, strict=True)):
-            return torch.cat(tensors)
-        if all(t.ndim == 0 for t in tensors):
-            if not tensors[0].is_floating_point():
-                return torch.stack(tensors).sum()
-            total = sum(weights) or 1.0
-            shares = torch.tensor([w / total for w in weights], dtype=tensors[0].dtype, device=tensors[0].device)
-            return (torch.stack(tensors) * shares).sum()
-        return list(tensors)
+        return _merge_tensors(tensors, sizes, weights)
     if all(leaf == leaves[0] for leaf in leaves):
         return leaves[0]
     if all(isinstance(leaf, int | float) for leaf in leaves):
         total = sum(weights) or 1.0
         return sum(leaf * weight for leaf, weight in zip(leaves, weights, strict=True)) / total
     return list(leaves)
+
+
+def _merge_tensors(tensors: Sequence[Tensor], sizes: Sequence[int], weights: Sequence[float]) -> Any:
+    if all(t.ndim and len(t) == size for t, size in zip(tensors, sizes, strict=True)):
+        return torch.cat(list(tensors))
+    if any(t.ndim for t in tensors):
+        return list(tensors)
+    joined = torch.stack(list(tensors))
+    if not joined.is_floating_point():
+        return joined.sum()
+    total = sum(weights) or 1.0
+    return (joined * torch.tensor([w / total for w in weights], dtype=joined.dtype, device=joined.device)).sum()

@@ -82,7 +82,7 @@ class PTDPPrecision(Precision):
         return self._inner.module_init_context()
 
     @contextmanager
-    def forward_context(self) -> Iterator[None]:  # type: ignore[override]
+    def forward_context(self) -> Iterator[None]:
         """As Lightning's plug-in does."""
         with self._inner.forward_context():
             yield

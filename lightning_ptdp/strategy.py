@@ -14,6 +14,7 @@ from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import ParallelStrategy, StrategyRegistry
@@ -169,7 +170,8 @@ class PTDPStrategy(ParallelStrategy):
         assert self.cluster_environment is not None, "the Trainer's connector sets the environment"
         self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
         self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
-        rank_zero_only.rank = fabric_rank_zero_only.rank = self.global_rank
+        for marked in (rank_zero_only, fabric_rank_zero_only):
+            marked.rank = self.global_rank  # type: ignore[attr-defined]  # Lightning keeps it on the function
 
     def setup_environment(self) -> None:
         """Join the world, and make the process groups of the layout where the sizes are known already."""
@@ -229,7 +231,8 @@ class PTDPStrategy(ParallelStrategy):
 
     def setup(self, trainer: pl.Trainer) -> None:
         """Split the module, configure its optimizers, and connect everything that needs to know."""
-        assert self.accelerator is not None and self.lightning_module is not None, "set by the Trainer"
+        assert self.accelerator is not None, "set by the Trainer"
+        assert self.lightning_module is not None, "set by the Trainer"
         module, fits = self.lightning_module, trainer.state.fn == TrainerFn.FITTING
         self.accelerator.setup(trainer)
         layout = self._check(module)
@@ -249,8 +252,9 @@ class PTDPStrategy(ParallelStrategy):
         self.precision.bind(self._gradient_norm)
         self._recorder = LogRecorder(module)
         connect_metrics(module, self.groups, lambda: self._is_in_step, self.root_device)
-        if self._progress not in trainer.callbacks:
-            trainer.callbacks.append(self._progress)
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by Lightning's connector
+        if self._progress not in callbacks:
+            callbacks.append(self._progress)
         self.barrier("setup")
 
     def _check(self, module: pl.LightningModule) -> Layout:
@@ -260,10 +264,10 @@ class PTDPStrategy(ParallelStrategy):
         faults = list(self._faults)
         known = self.config.faults(SCHEDULES)
         topology = self._groups.topology if self._groups is not None else self.config.resolve(self.world_size)[0]
-        layout, more = Layout(topology, 1), []
+        layout = Layout(topology, 1)
         if not known:
             layout, more = lay_out(module, self.config, topology, self._wishes)
-        faults += more
+            faults += more
         if topology.pipeline_parallel_size > 1 and not module.automatic_optimization:
             faults.append(
                 "manual optimization runs backward inside training_step, where only the last stage arrives; use "
@@ -348,7 +352,7 @@ class PTDPStrategy(ParallelStrategy):
         if not module.automatic_optimization:
             return super().training_step(*args, **kwargs)
         trainer = module.trainer
-        if set(self._trained()) != set(self.engine.buffers.parameters):
+        if not self.engine.trains(self._trained()):
             self._bind()
         accumulate = trainer.accumulate_grad_batches
         place = trainer.fit_loop.batch_idx % accumulate
@@ -418,7 +422,7 @@ class PTDPStrategy(ParallelStrategy):
             )
             if at.is_ghost:
                 run.weights = [0.0] * len(run.weights)
-            report = None if name == "predict_step" else self._share(run)
+            report = None if name == "predict_step" else self._share(run, counts=not at.is_ghost)
         if report is not None:
             self.recorder.replay(report.logged, self.root_device)
         output = None
@@ -439,7 +443,7 @@ class PTDPStrategy(ParallelStrategy):
 
         return run
 
-    def _share(self, run: BatchRun) -> StepReport:
+    def _share(self, run: BatchRun, *, counts: bool = True) -> StepReport:
         """What the last stages know of the step, on every rank."""
         assert self._exchange is not None, "made with the groups"
         mine = None
@@ -450,7 +454,7 @@ class PTDPStrategy(ParallelStrategy):
                 weighted_loss=sum(w * loss for w, loss in zip(weights, losses, strict=False) if w),
                 scale=run.scale,
                 num_samples=float(run.num_samples),
-                logged=self.recorder.merged(weights),
+                logged=self.recorder.merged(weights, counts=counts),
             )
         return self._exchange.share(mine)
 
@@ -491,7 +495,7 @@ class PTDPStrategy(ParallelStrategy):
         assert self.lightning_module is not None, "set by the Trainer"
         return self.engine.gradient_norm(self.lightning_module, parameters)
 
-    # -- collectives of Lightning --------------------------------------------------------------------------------------
+    # -- collectives of Lightning ------------------------------------------------------------------------------------
 
     def barrier(self, name: str | None = None) -> None:
         """Wait for the whole world."""
@@ -523,7 +527,7 @@ class PTDPStrategy(ParallelStrategy):
         """Gather over the replicas."""
         return super().all_gather(tensor, group=group or self.groups.data, sync_grads=sync_grads)
 
-    # -- checkpoints -----------------------------------------------------------------------------------------------------
+    # -- checkpoints -------------------------------------------------------------------------------------------------
 
     restore_checkpoint_after_setup = True
 
@@ -551,7 +555,8 @@ class PTDPStrategy(ParallelStrategy):
         plain = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
         names = self._optimizer_names[self.optimizers.index(plain)]
         name_of = self._parameter_names()
-        states = self._whole_state().gather_optimizer({name_of[p]: state for p, state in plain.state.items()})
+        members = [p for group in plain.param_groups for p in group["params"]]
+        states = self._whole_state().gather_optimizer({name_of[p]: plain.state[p] for p in members if p in plain.state})
         numbers = {name: i for i, name in enumerate(name for group in names for name in group)}
         return {
             "state": {numbers[name]: state for name, state in states.items()},
@@ -588,7 +593,7 @@ class PTDPStrategy(ParallelStrategy):
                 "checkpoint saved before is whole"
             )
 
-    # -- the end -----------------------------------------------------------------------------------------------------------
+    # -- the end -----------------------------------------------------------------------------------------------------
 
     def on_exception(self, exception: BaseException) -> None:
         """Post the failure for the other ranks, or say in it what failed first."""

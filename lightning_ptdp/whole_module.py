@@ -2,26 +2,46 @@
 
 from __future__ import annotations
 
+import logging
+from typing import Any
+
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import ModelSummary
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.callbacks import Callback, ModelSummary
 from torch import Tensor, nn
 
 from lightning_ptdp.comm.collectives import broadcast_, gather_objects
 from lightning_ptdp.comm.groups import Groups
 
+log = logging.getLogger(__name__)
+
+
+class _Summary:
+    """A module's summary, worked out while the module was whole."""
+
+    def __init__(self, summary: Any) -> None:
+        self._data = summary._get_summary_data()
+        self.total_parameters = summary.total_parameters
+        self.trainable_parameters = summary.trainable_parameters
+        self.model_size = summary.model_size
+        self.total_training_modes = summary.total_training_modes
+        self.total_flops = summary.total_flops
+
+    def _get_summary_data(self) -> Any:
+        return self._data
+
 
 def pin_summaries(trainer: pl.Trainer, module: pl.LightningModule) -> None:
     """Let summary callbacks describe the whole module, not this rank's part."""
-    for callback in trainer.callbacks:
-        if isinstance(callback, ModelSummary):
-            summary = callback._summary(trainer, module)
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by Lightning's connector
+    for callback in callbacks:
+        if isinstance(callback, ModelSummary) and callback._max_depth:
+            summary = _Summary(callback._summary(trainer, module))
             callback._summary = lambda *_, summary=summary: summary  # type: ignore[method-assign]
 
 
 def agree_on_weights(module: nn.Module, groups: Groups) -> None:
-    """Give every rank the values of rank 0, where they differ: processes that were not seeded alike built other weights.
+    """Give every rank the values of rank 0, where they differ: processes that drew other numbers built other weights.
 
     Raises:
         ValueError: ranks hold parameters or buffers of other names, shapes or dtypes.
@@ -44,9 +64,10 @@ def agree_on_weights(module: nn.Module, groups: Groups) -> None:
         different = [own[0] for i, own in enumerate(everyone[0]) if any(theirs[i][3] != own[3] for theirs in everyone)]
         if not different:
             return
-        rank_zero_info(
-            f"initial values of {len(different)} tensors differ between ranks ({different[0]}, ...): those of rank 0 are "
-            "taken; call lightning.seed_everything before building the module to make runs repeat"
+        log.info(
+            "initial values of %d tensors differ between ranks (%s, ...): those of rank 0 are taken",
+            len(different),
+            different[0],
         )
         for name in different:
             broadcast_(tensors[name].data, 0, groups.world)

@@ -39,7 +39,7 @@ def all_reduce_(tensor: Tensor, group: ProcessGroup, op: dist.ReduceOp.RedOpType
     return tensor
 
 
-def reduce_by_name(tensor: Tensor, group: ProcessGroup, op: str | dist.ReduceOp | None) -> Tensor:
+def reduce_by_name(tensor: Tensor, group: ProcessGroup, op: str | dist.ReduceOp.RedOpType | None) -> Tensor:
     """Reduce over the group into a new tensor by "mean" (or "avg"), "sum", "min", "max", or an operation of torch's."""
     if isinstance(op, str) and op.lower() in ("mean", "avg"):
         total = all_reduce_(tensor.clone() if tensor.is_floating_point() else tensor.float(), group)
@@ -103,7 +103,7 @@ def chunk_sizes(length: int, parts: int) -> list[int]:
 def own_chunk(tensor: Tensor, group: ProcessGroup, dim: int) -> Tensor:
     """A view of this rank's piece along `dim`, cut as `chunk_sizes` says."""
     sizes = chunk_sizes(tensor.shape[dim], group.size())
-    return tensor.split(sizes, dim)[group.rank()]
+    return tensor.narrow(dim, sum(sizes[: group.rank()]), sizes[group.rank()])
 
 
 def all_gather_dim(tensor: Tensor, group: ProcessGroup, dim: int, length: int) -> Tensor:
@@ -140,7 +140,7 @@ class _CopyTo(torch.autograd.Function):
         return tensor.view_as(tensor)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return all_reduce_(gradient.clone(memory_format=torch.contiguous_format), ctx.group), None
 
 
@@ -150,7 +150,7 @@ class _ReduceFrom(torch.autograd.Function):
         return all_reduce_(tensor.clone(memory_format=torch.contiguous_format), group)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return gradient, None
 
 
@@ -161,7 +161,7 @@ class _GatherFrom(torch.autograd.Function):
         return all_gather_dim(tensor, group, dim, length)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         return own_chunk(gradient, ctx.group, ctx.dim).contiguous(), None, None, None
 
 
@@ -172,7 +172,7 @@ class _ScatterTo(torch.autograd.Function):
         return own_chunk(tensor, group, dim).contiguous()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         return all_gather_dim(gradient, ctx.group, ctx.dim, ctx.length), None, None
 
 
@@ -183,7 +183,7 @@ class _GatherTo(torch.autograd.Function):
         return all_gather_dim(tensor, group, dim, tensor.shape[dim] * group.size())
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         return reduce_scatter_dim(gradient, ctx.group, ctx.dim), None, None
 
 
@@ -194,7 +194,7 @@ class _ReduceScatterFrom(torch.autograd.Function):
         return reduce_scatter_dim(tensor, group, dim)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         return all_gather_dim(gradient, ctx.group, ctx.dim, gradient.shape[ctx.dim] * ctx.group.size()), None, None
 
 
@@ -229,7 +229,7 @@ def reduce_scatter_from(tensor: Tensor, group: ProcessGroup, dim: int) -> Tensor
 
 
 def _apply(function: type[torch.autograd.Function], *args: Any) -> Tensor:
-    result = function.apply(*args)  # type: ignore[no-untyped-call]
+    result = function.apply(*args)
     assert isinstance(result, Tensor)
     return result
 

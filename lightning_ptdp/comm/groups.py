@@ -8,8 +8,8 @@
     replica     t * p ranks that together hold the model once
     ends        the first and the last pipeline rank, which share tied embeddings
 
-Ranks of a group are named by global rank; a rank's own position comes from :class:`Topology`, never from a mesh, because
-a reversed axis makes a mesh's local ranks disagree with its coordinates.
+Ranks of a group are named by global rank; a rank's own position comes from :class:`Topology`, never from a mesh,
+because a reversed axis makes a mesh's local ranks disagree with its coordinates.
 """
 
 from __future__ import annotations

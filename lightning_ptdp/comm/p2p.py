@@ -3,8 +3,8 @@
 The wire has no tags that every backend honours, so both ranks of a pair issue their messages in the same order: the
 lowered program's. A receive is posted where the sender sends and waited for by its consumer.
 
-What arrives is known beforehand: all stages see the same microbatch, and its shapes fix the shapes that cross a cut. The
-first time that a stage meets an input of new shapes it sends an `Envelope` ahead; later ones go without.
+What arrives is known beforehand: all stages see the same microbatch, and its shapes fix the shapes that cross a cut.
+The first time that a stage meets an input of new shapes it sends an `Envelope` ahead; later ones go without.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
 
 Gradients accumulate in float32 (or wider, where the parameter is wider) over microbatches, accumulated batches and
 replicas. A parameter's first gradient of a batch is copied into its place and later ones are added there by autograd
-itself. The flags at the end say which parameters got any gradient; they are summed with the rest, so that replicas agree
-on them without a message of their own.
+itself. The flags at the end say which parameters got any gradient; they are summed with the rest, so that replicas
+agree on them without a message of their own.
 
 Between the schedule and `publish` no parameter has a ``.grad``: the Trainer's closure calls zero_grad after the step,
 and would erase what it finds.
@@ -127,7 +127,9 @@ class GradientBuffers:
             return
         flat = torch.cat([buffer.views[i].reshape(-1) for buffer, i in places])
         all_reduce_(flat, group)
-        for (buffer, i), part in zip(places, flat.split([buffer.views[i].numel() for buffer, i in places]), strict=True):
+        for (buffer, i), part in zip(
+            places, flat.split([buffer.views[i].numel() for buffer, i in places]), strict=True
+        ):
             buffer.views[i].copy_(part.view(buffer.views[i].shape))
 
     def gradient(self, parameter: nn.Parameter) -> Tensor | None:

@@ -13,8 +13,8 @@ class UnrepeatedSampler(Sampler[int]):
     """Reads a `DistributedSampler` without the samples that it repeats to make replicas even.
 
     Sample i of the epoch's order goes to replica i mod d. Replicas then differ by one sample at most. Where that would
-    cost a replica its last batch, it keeps one repeated sample, alone in a batch that must not count (`ghost_batch`): so
-    that every replica takes part in as many steps, and joins every collective in them.
+    cost a replica its last batch, it keeps one repeated sample, alone in a batch that must not count (`ghost_batch`):
+    so that every replica takes part in as many steps, and joins every collective in them.
     """
 
     def __init__(self, sampler: DistributedSampler[Any], batch_size: int) -> None:

@@ -16,7 +16,7 @@ def find_blocks(module: nn.Module, name: str | None = None) -> str:
     if name is not None:
         return _named(module, name)
     for kind in (nn.ModuleList, nn.Sequential):
-        candidates = {
+        candidates: dict[str, int] = {
             path: sum(parameter.numel() for parameter in child.parameters())
             for path, child in module.named_modules()
             if isinstance(child, kind) and len(child) >= 2

@@ -34,10 +34,10 @@ def convert(module: nn.Module, placement: Placement, group: ProcessGroup, device
     _cut(owned, placement, peers)
     for path, style in placement.styles.items():
         child = module.get_submodule(path)
-        if _is_owned(path, style, owned, placement):
+        if _is_owned(path, style, owned):
             make = _maker(path, style, child, widths, placement)
             if make is not None:
-                _give_forward(child, lambda forward, make=make, child=child: make(child, forward, peers))
+                _give_forward(child, make, peers)
     for name in placement.sizes:
         path, _, leaf = name.rpartition(".")
         holder = module.get_submodule(path)
@@ -53,7 +53,7 @@ def _cut(owned: dict[str, nn.Parameter], placement: Placement, peers: Peers) -> 
             done.add(parameter)
 
 
-def _is_owned(path: str, style: str, owned: dict[str, nn.Parameter], placement: Placement) -> bool:
+def _is_owned(path: str, style: str, owned: dict[str, nn.Parameter]) -> bool:
     """Whether a module runs on this rank: it has parameters here, or none anywhere."""
     mine = any(name.startswith(f"{path}.") for name in owned)
     return mine or style in ("moe_identity_expert", "all_reduce")
@@ -95,11 +95,11 @@ def _is_linear(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear) or is_transposed(module)
 
 
-def _give_forward(module: nn.Module, make: Callable[[Forward], Forward]) -> None:
+def _give_forward(module: nn.Module, make: Callable[[Any, Forward, Peers], Forward], peers: Peers) -> None:
     """Swap the class for one whose forward is parallel, around the module's own."""
     base = type(module)
     own = module.__dict__.get("forward") or base.forward.__get__(module)
-    parallel = make(own)
+    parallel = make(module, own, peers)
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:  # noqa: ARG001
         return parallel(*args, **kwargs)
@@ -108,5 +108,3 @@ def _give_forward(module: nn.Module, make: Callable[[Forward], Forward]) -> None
     module.__class__ = type(
         base.__name__, (base,), {"forward": forward, "__module__": base.__module__, "__qualname__": base.__qualname__}
     )
-
-

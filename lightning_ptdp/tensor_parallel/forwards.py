@@ -42,7 +42,7 @@ class Peers:
         return self.group.rank()
 
     def copy(self, tensor: Tensor) -> Tensor:
-        """`copy_to`, once for all projections of one input in a row: their gradients are added up before one all-reduce.
+        """`copy_to`, once for all projections of one input in a row: their gradients are added before one all-reduce.
 
         The last copy is kept until `forget`, and used again for the same, unchanged input.
         """
@@ -193,7 +193,7 @@ def all_reduce(module: nn.Module, forward: Forward, peers: Peers) -> Forward:  #
 
 
 def _linear(module: nn.Module, forward: Forward, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """The module's own forward on its shard; of a transposed linear the plain product, since its forward knows widths."""
+    """The module's own forward on its shard; for a transposed linear the product, since its forward knows widths."""
     if not is_transposed(module):
         output: Tensor = forward(x, *args, **kwargs)
         return output

@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from lightning_ptdp.comm.collectives import chunk_sizes, gather_from
 from lightning_ptdp.tensor_parallel.cross_entropy import vocabulary_parallel_cross_entropy
 
-_METHODS = torch.Tensor
+_METHODS: Any = torch.Tensor
 
 # Give the same result on the shard; other arguments may be numbers only.
 _ELEMENTWISE = {
@@ -116,7 +116,9 @@ class SplitLogits(Tensor):
             return first if result is first.joined else result
         return result
 
-    def _on_shard(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _on_shard(  # noqa: PLR0911  one return a kind of operation
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         """The result from the shard; NotImplemented where that would not be the same."""
         others = (*args[1:], *kwargs.values())
         if func in _METADATA:

@@ -267,16 +267,15 @@ def _shards(
         first, other = cut.setdefault(parameter, (name, shard))
         if other != shard:
             faults.append(
-                f"{name!r} and {first!r} are one tied parameter, and the plan cuts it in two ways ({shard} and {other}); "
-                "give both styles that cut the same dim (embedding_rowwise and colwise)"
+                f"{name!r} and {first!r} are one tied parameter, and the plan cuts it in two ways ({shard} and "
+                f"{other}); give both styles that cut the same dim (embedding_rowwise and colwise)"
             )
-    for parameter, (first, shard) in cut.items():
-        for name, other in module.named_parameters(remove_duplicate=False):
-            if other is parameter and name not in shards:
-                faults.append(
-                    f"{name!r} and {first!r} are one tied parameter, and the plan cuts it as {first!r} but not as "
-                    f"{name!r}; name both (embedding_rowwise and colwise_gather_output)"
-                )
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        if parameter in cut and name not in shards:
+            faults.append(
+                f"{name!r} and {cut[parameter][0]!r} are one tied parameter, and the plan cuts only the second; name "
+                "both (embedding_rowwise and colwise_gather_output)"
+            )
     return shards, list(dict.fromkeys(faults))
 
 
@@ -292,14 +291,14 @@ def _misused(module: nn.Module, styles: Mapping[str, str]) -> Iterator[str]:
                 f"style {style!r} is for linear layers, and {path!r} ({kind}) holds modules of its own; name those "
                 "instead"
             )
-        elif style in ("rowwise", "rowwise_split_input", "packed_rowwise") and isinstance(child, nn.Linear):
-            if type(child).forward is not nn.Linear.forward:
-                yield (
-                    f"style {style!r} runs the plain product of nn.Linear, and {path!r} ({kind}) has a forward of its "
-                    "own, which would be passed over; leave it out of the plan"
-                )
+        elif style in _ROW_STYLES and isinstance(child, nn.Linear) and type(child).forward is not nn.Linear.forward:
+            yield (
+                f"style {style!r} runs the plain product of nn.Linear, and {path!r} ({kind}) has a forward of its "
+                "own, which would be passed over; leave it out of the plan"
+            )
 
 
+_ROW_STYLES = ("rowwise", "rowwise_split_input", "packed_rowwise")
 _LINEAR_STYLES = ("colwise", "colwise_gather_output", "rowwise", "rowwise_split_input", "packed_qkv_colwise")
 
 
@@ -308,7 +307,9 @@ def is_transposed(module: nn.Module) -> bool:
     return type(module).__name__ == "Conv1D" and not isinstance(module, nn.Conv1d)
 
 
-def shard_of(holder: nn.Module, leaf: str, style: str, size: int, *, where: str) -> Shard | None:
+def shard_of(  # noqa: PLR0911  one return a style
+    holder: nn.Module, leaf: str, style: str, size: int, *, where: str
+) -> Shard | None:
     """How a style cuts the parameter `leaf` of a module; None where it stays whole.
 
     Raises:
@@ -328,7 +329,7 @@ def shard_of(holder: nn.Module, leaf: str, style: str, size: int, *, where: str)
     if style == "packed_rowwise":
         return None if is_vector else _whole_units(Shard(in_dim, _halves(length[in_dim], where)), size, where)
     if style == "packed_qkv_colwise":
-        return _by_heads(holder, length[out_dim], out_dim, size, where)
+        return _by_heads(length[out_dim], out_dim, size, where)
     if style == "embedding_rowwise":
         return _whole_units(Shard(0, (length[0],)), size, where)
     if style == "embedding_colwise":
@@ -351,7 +352,7 @@ def _halves(length: int, where: str) -> tuple[int, int]:
     return length // 2, length // 2
 
 
-def _by_heads(holder: nn.Module, length: int, dim: int, size: int, where: str) -> Shard:
+def _by_heads(length: int, dim: int, size: int, where: str) -> Shard:
     if length % 3:
         raise ValueError(
             f"packed_qkv_colwise needs query, key and value of one size, and {where!r} has {length} outputs; use "
@@ -360,8 +361,8 @@ def _by_heads(holder: nn.Module, length: int, dim: int, size: int, where: str) -
     section = length // 3
     if section % size:
         raise ValueError(
-            f"packed_qkv_colwise gives each of {size} peers whole heads of {where!r}, whose query has {section} outputs; "
-            "use a tensor_parallel_size that divides the number of heads"
+            f"packed_qkv_colwise gives each of {size} peers whole heads of {where!r}, whose query has {section} "
+            "outputs; use a tensor_parallel_size that divides the number of heads"
         )
     return Shard(dim, (section,) * 3)
 
@@ -430,7 +431,9 @@ def _outputs(linear: nn.Module) -> int | None:
     return linear.get_parameter("weight").shape[1] if is_transposed(linear) else None
 
 
-_ATTENTION_NAMES = re.compile(r"(^|_)(q|k|v|qkv|query|key|value|wq|wk|wv|w_q|w_k|w_v|c_attn|q_b|kv_b)(_|$)", re.IGNORECASE)
+_ATTENTION_NAMES = re.compile(
+    r"(^|_)(q|k|v|qkv|query|key|value|wq|wk|wv|w_q|w_k|w_v|c_attn|q_b|kv_b)(_|$)", re.IGNORECASE
+)
 
 
 def _num_heads(holder: nn.Module, leaf: str, outputs: int) -> int | None:

@@ -4,8 +4,8 @@
     in a stage           one stream a (step, replica, microbatch, stage), the same on tensor peers
     in a split region    drawn from the stage's stream and the tensor rank
 
-Every stream is a function of the run's seed and of these numbers alone, so that resuming, recomputing and the order of a
-schedule change no draw.
+Every stream is a function of the run's seed and of these numbers alone, so that resuming, recomputing and the order of
+a schedule change no draw.
 """
 
 from __future__ import annotations
@@ -79,9 +79,9 @@ class RandomStreams:
 
 
 class SplitRegion:
-    """Where activations are split over tensor peers: each draws from a stream of its own, then returns to the shared one.
+    """Where activations are split over tensor peers: each draws from a stream of its own, then returns to the shared.
 
-    The stream is seeded by a draw from the shared one, so that it repeats when the shared one does: in recomputation too.
+    Its stream is seeded by a draw from the shared one, so that it repeats when that does: in recomputation too.
     """
 
     def __init__(self, tensor_rank: int, device: torch.device) -> None:

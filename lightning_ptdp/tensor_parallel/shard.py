@@ -1,7 +1,7 @@
 """Where a tensor-parallel shard lies in the whole tensor.
 
-A sharded dim consists of sections (one, or several where projections are packed: gate and up; query, key and value). Each
-section is cut as `torch.chunk` cuts, in units that stay together (a head), and a rank holds its piece of each.
+A sharded dim consists of sections (one, or several where projections are packed: gate and up; query, key and value).
+Each section is cut as `torch.chunk` cuts, in units that stay together (a head), and a rank holds its piece of each.
 """
 
 from __future__ import annotations
