@@ -94,7 +94,7 @@ class LogRecorder:
             if key.metric is not None:
                 shown = self._module.get_submodule(key.metric)
                 assert isinstance(shown, Metric), "found under this name when it was logged"
-                shown._forward_cache = number if key.has_value else None
+                shown._forward_cache = number if key.has_value else None  # type: ignore[assignment]
                 arguments["metric_attribute"] = key.metric
             elif key.is_synced:
                 arguments["sync_dist_group"] = ALREADY_SYNCED
