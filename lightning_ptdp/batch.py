@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 
@@ -25,6 +27,15 @@ class Microbatch:
     def signature(self) -> Hashable:
         """Shapes and dtypes of its tensors, which fix the shapes of all activations."""
         return tuple((path, tuple(leaf.shape), leaf.dtype) for path, leaf in _tensors(self.batch, ""))
+
+
+def digest(batch: Any) -> str:
+    """A short text that differs where the values of batches do."""
+    found = hashlib.blake2b(digest_size=8)
+    for path, leaf in _tensors(batch, ""):
+        found.update(f"{path}{tuple(leaf.shape)}{leaf.dtype}".encode())
+        found.update(leaf.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes() if leaf.ndim else b"")
+    return found.hexdigest()
 
 
 def num_samples(batch: Any) -> int:

@@ -32,6 +32,7 @@ from lightning_ptdp.pipeline.runtime import Runtime
 from lightning_ptdp.pipeline.skeleton import Skeleton
 from lightning_ptdp.pipeline.stage import StageWorker
 from lightning_ptdp.schedule import Action, Program, Span, choose, generate, lower
+from lightning_ptdp.tensor_parallel.agreement import disagreements
 from lightning_ptdp.tensor_parallel.convert import convert
 from lightning_ptdp.tensor_parallel.logits import join_all
 from lightning_ptdp.tensor_parallel.plan import Placement
@@ -95,7 +96,8 @@ class Engine:
         self._runtime = Runtime(self._messenger, groups.pipeline_ranks, groups.at.pipeline)
         self._current: Action | None = None
         self._summed: list[nn.Parameter] = []
-        self._replicated: list[nn.Parameter] = []
+        self._replicated: dict[str, nn.Parameter] = {}
+        self._has_agreed = False
 
     # -- set-up ----------------------------------------------------------------------------------------------------
 
@@ -129,7 +131,7 @@ class Engine:
         self.buffers = GradientBuffers(trained)
         names = self.plain_names(module)
         self._summed = [p for p in trained if names[p] in self.placement.summed]
-        self._replicated = [p for p in trained if names[p] not in self.placement.shards]
+        self._replicated = {names[p]: p for p in trained if names[p] not in self.placement.shards}
         if self.skeleton is not None:
             self._shared = SharedGradients(self._shared_parameters(module, self.skeleton), self.groups, self.device)
 
@@ -293,10 +295,29 @@ class Engine:
         """
         assert self.buffers is not None, "a batch was run"
         self.buffers.sum_over(self._summed, self.groups.tensor)
+        self._check_agreement(self.buffers)
         self.buffers.reduce(self.groups.data)
         if self._shared is not None:
             self._shared.reduce(self.buffers)
         self.buffers.publish()
+
+    def _check_agreement(self, buffers: GradientBuffers) -> None:
+        """After the first batch: tensor peers must have the same gradient for what each holds whole.
+
+        Raises:
+            ValueError: they do not.
+        """
+        if self._has_agreed:
+            return
+        self._has_agreed = True
+        found = {name: buffers.gradient(p) for name, p in self._replicated.items()}
+        off = disagreements({name: g for name, g in found.items() if g is not None}, self.groups.tensor)
+        if off:
+            raise ValueError(
+                f"tensor-parallel peers disagree on the gradients of {off}, which each holds whole: they are used on a "
+                "peer's own heads or part of the sequence, or a random draw between split layers differs; give them "
+                'the style "replicated_with_grad_allreduce" in tensor_parallel_plan'
+            )
 
     def gradient_norm(self, module: nn.Module, parameters: Sequence[nn.Parameter]) -> Tensor:
         """The norm of the published gradients over the whole model, each parameter counted by one of its owners."""

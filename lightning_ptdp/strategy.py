@@ -26,7 +26,7 @@ from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
 from lightning_ptdp import loaders, outputs
-from lightning_ptdp.batch import Microbatch
+from lightning_ptdp.batch import Microbatch, digest
 from lightning_ptdp.checkpoint.whole import WholeState, owned_groups
 from lightning_ptdp.comm import collectives
 from lightning_ptdp.comm.groups import Groups, join_world, world
@@ -42,6 +42,9 @@ from lightning_ptdp.progress import EvaluationProgress
 from lightning_ptdp.schedule import SCHEDULES
 from lightning_ptdp.tensor_parallel.random import mix
 from lightning_ptdp.whole_module import agree_on_weights, pin_summaries
+
+
+_CHECKED_BATCHES = 2  # of training, that the ranks of a replica compare
 
 
 class PTDPStrategy(ParallelStrategy):
@@ -358,6 +361,8 @@ class PTDPStrategy(ParallelStrategy):
         place = trainer.fit_loop.batch_idx % accumulate
         is_last = not self._blocks_sync
         step = self._user_step(module.training_step, args, kwargs, self.precision.train_step_context)
+        if trainer.fit_loop.total_batch_idx < _CHECKED_BATCHES:
+            self._check_same_batch(_batch_of(args, kwargs))
         with self._step(), self.recorder.recording():
             run = self.engine.train_batch(
                 _batch_of(args, kwargs),
@@ -416,6 +421,8 @@ class PTDPStrategy(ParallelStrategy):
         module, at = self.lightning_module, self._progress
         step = self._user_step(getattr(module, name), args, kwargs, context)
         number = mix(module.trainer.global_step, at.dataloader_idx, at.batch_idx)
+        if at.batch_idx == 0:
+            self._check_same_batch(_batch_of(args, kwargs))
         with self._step(), self.recorder.recording(), frozen_metrics(module) if at.is_ghost else nullcontext():
             run = self.engine.evaluate_batch(
                 _batch_of(args, kwargs), step, number=number, size=self.config.eval_micro_batch_size
@@ -429,6 +436,20 @@ class PTDPStrategy(ParallelStrategy):
         if self.engine.is_last:
             output = outputs.merge(run.outputs, run.sizes, run.weight_numbers)
         return self._from_last_stage(output)
+
+    def _check_same_batch(self, batch: Any) -> None:
+        """Raise on every rank of a replica unless all see the same batch."""
+        if self.groups.replica.size() == 1:
+            return
+        digests = collectives.gather_objects(digest(batch), self.groups.replica)
+        if len(set(digests)) > 1:
+            ranks = self.groups.topology.replica_ranks(self.groups.at)
+            seen = ", ".join(f"rank {rank}: {text}" for rank, text in zip(ranks, digests, strict=True))
+            raise ValueError(
+                f"the ranks of replica {self.groups.at.data} see different batches ({seen}); they must see the same: "
+                "use Lightning's own sampler, or one that splits by trainer.distributed_sampler_kwargs, and random "
+                "augmentation in loader workers (which are seeded by replica) or seeded by sample"
+            )
 
     def _user_step(
         self, step: Callable[..., Any], args: Any, kwargs: Any, context: Callable[[], AbstractContextManager[None]]
