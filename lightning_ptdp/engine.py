@@ -110,7 +110,7 @@ class Engine:
         if self.skeleton is None and partition is not None:
             self.skeleton = Skeleton(module, partition, self.stages, self.device)
         if self.groups.topology.tensor_parallel_size > 1:
-            convert(module, placement, self.groups.tensor, self.device)
+            convert(module, placement, self.groups.tensor, self.device, placement.sequence_blocks)
         self.placement = placement
 
     def state_names(self, module: nn.Module) -> tuple[str, ...]:

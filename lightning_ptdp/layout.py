@@ -19,6 +19,7 @@ from lightning_ptdp.tensor_parallel.plan import (
     find_plan,
     place,
     suggestion,
+    with_sequence,
 )
 from lightning_ptdp.topology import Topology
 
@@ -76,7 +77,9 @@ def lay_out(module: nn.Module, config: ParallelConfig, topology: Topology, wishe
         faults = [] if same else [_was_split(known, topology, stages)]
         return Layout(topology, stages, known.partition, known.placement), faults
     cut, faults = _partition(module, config, stages, wishes)
-    placement, more = _placement(module, topology.tensor_parallel_size, wishes)
+    placement, more = _placement(
+        module, topology.tensor_parallel_size, wishes, splits_sequence=config.sequence_parallel
+    )
     return Layout(topology, stages, cut, placement), faults + more
 
 
@@ -109,7 +112,9 @@ def _partition(
     return found, []
 
 
-def _placement(module: nn.Module, size: int, wishes: Wishes) -> tuple[Placement, list[str]]:
+def _placement(
+    module: nn.Module, size: int, wishes: Wishes, *, splits_sequence: bool = False
+) -> tuple[Placement, list[str]]:
     if size == 1:
         return Placement(), []
     plan = dict(wishes.plan) if wishes.plan is not None else find_plan(module)
@@ -123,7 +128,13 @@ def _placement(module: nn.Module, size: int, wishes: Wishes) -> tuple[Placement,
     if faults:
         return Placement(), faults
     placement, faults = place(module, plan, size)
-    return placement, faults + check_heads(module, placement, size)
+    faults += check_heads(module, placement, size)
+    if splits_sequence and not faults:
+        try:
+            placement = with_sequence(module, placement, find_blocks(module, wishes.blocks))
+        except ValueError as error:
+            faults.append(str(error))
+    return placement, faults
 
 
 def choose_model_parallel(

@@ -43,7 +43,6 @@ from lightning_ptdp.schedule import SCHEDULES
 from lightning_ptdp.tensor_parallel.random import mix
 from lightning_ptdp.whole_module import agree_on_weights, pin_summaries
 
-
 _CHECKED_BATCHES = 2  # of training, that the ranks of a replica compare
 
 

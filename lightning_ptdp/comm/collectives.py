@@ -187,6 +187,17 @@ class _GatherTo(torch.autograd.Function):
         return reduce_scatter_dim(gradient, ctx.group, ctx.dim), None, None
 
 
+class _GatheredTo(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, whole: Tensor, group: ProcessGroup, dim: int) -> Tensor:
+        ctx.group, ctx.dim = group, dim
+        return whole.view_as(whole)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        return reduce_scatter_dim(gradient, ctx.group, ctx.dim), None, None, None
+
+
 class _ReduceScatterFrom(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: ProcessGroup, dim: int) -> Tensor:
@@ -221,6 +232,14 @@ def scatter_to(tensor: Tensor, group: ProcessGroup, dim: int) -> Tensor:
 def gather_to(tensor: Tensor, group: ProcessGroup, dim: int) -> Tensor:
     """Join equal pieces along `dim` and hand them to split computation: the gradient is summed and scattered."""
     return tensor if group.size() == 1 else _apply(_GatherTo, tensor, group, dim)
+
+
+def gathered_to(part: Tensor, whole: Tensor, group: ProcessGroup, dim: int) -> Tensor:
+    """As `gather_to` of `part`, where the joined values are there already.
+
+    whole: what all parts make, without a graph.
+    """
+    return _apply(_GatheredTo, part, whole, group, dim)
 
 
 def reduce_scatter_from(tensor: Tensor, group: ProcessGroup, dim: int) -> Tensor:

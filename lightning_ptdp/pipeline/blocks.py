@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from torch import nn
 
+BlockList = nn.ModuleList | nn.ModuleDict | nn.Sequential
+
 
 def find_blocks(module: nn.Module, name: str | None = None) -> str:
     """The name of the block list: the `nn.ModuleList` that holds most parameters, or the list called `name`.
 
-    An `nn.Sequential` counts where no `nn.ModuleList` of two or more modules exists.
+    An `nn.ModuleDict`, and then an `nn.Sequential`, counts where no list of two or more modules exists.
 
     Raises:
         ValueError: there is no such list, or `name` is not a list of at least one module.
     """
     if name is not None:
         return _named(module, name)
-    for kind in (nn.ModuleList, nn.Sequential):
+    for kind in (nn.ModuleList, nn.ModuleDict, nn.Sequential):
         candidates: dict[str, int] = {
             path: sum(parameter.numel() for parameter in child.parameters())
             for path, child in module.named_modules()
@@ -25,17 +27,17 @@ def find_blocks(module: nn.Module, name: str | None = None) -> str:
         if best is not None and candidates[best] > 0:
             return best
     raise ValueError(
-        "pipeline parallelism cuts a list of blocks, and the module holds no nn.ModuleList (nor nn.Sequential) of two "
-        f"or more modules with parameters; it holds {_children(module)}; use pipeline_parallel_size=1, or put the "
-        "layers into an nn.ModuleList"
+        "pipeline parallelism cuts a list of blocks, and the module holds no nn.ModuleList (nor nn.ModuleDict, "
+        f"nn.Sequential) of two or more modules with parameters; it holds {_children(module)}; use "
+        "pipeline_parallel_size=1, or put the layers into an nn.ModuleList"
     )
 
 
 def _named(module: nn.Module, name: str) -> str:
-    lists = [path for path, child in module.named_modules() if isinstance(child, nn.ModuleList | nn.Sequential)]
+    lists = [path for path, child in module.named_modules() if isinstance(child, BlockList)]
     if name not in lists:
         raise ValueError(
-            f"pipeline_blocks={name!r} is not an nn.ModuleList or nn.Sequential of the module; it has "
+            f"pipeline_blocks={name!r} is not an nn.ModuleList, nn.ModuleDict or nn.Sequential of the module; it has "
             f"{', '.join(map(repr, lists)) or 'none'}"
         )
     return name

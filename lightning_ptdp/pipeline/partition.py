@@ -24,13 +24,14 @@ _FIRST_WORDS = ("emb", "wte", "wpe")
 class Partition:
     """Who owns what.
 
-    blocks: name of the block list.
+    blocks: name of the block list. block_names: of its members, in order.
     bounds: p * v + 1 block indices; stage k owns blocks bounds[k] .. bounds[k + 1] - 1.
     first, last: names of the modules (or bare parameters) outside the blocks that run before, and after them.
     shared: names that every stage keeps, their gradients summed.
     """
 
     blocks: str
+    block_names: tuple[str, ...]
     bounds: tuple[int, ...]
     first: tuple[str, ...]
     last: tuple[str, ...]
@@ -63,9 +64,9 @@ class Partition:
         """The stages that own the parameter or buffer of this full name."""
         prefix = f"{self.blocks}."
         if name.startswith(prefix):
-            index = name[len(prefix) :].split(".", 1)[0]
-            if index.isdecimal():
-                return frozenset({self.stage_of_block(int(index))})
+            member = name[len(prefix) :].split(".", 1)[0]
+            if member in self.block_names:
+                return frozenset({self.stage_of_block(self.block_names.index(member))})
         path = name
         while path:
             if path in self._owner_of_outside:
@@ -95,7 +96,8 @@ def partition(
         ValueError: fewer blocks than stages, a split that does not add up, or names that do not exist.
     """
     path = find_blocks(module, blocks)
-    costs = [module_cost(block) for block in _block_list(module, path)]
+    members = dict(module.get_submodule(path).named_children())
+    costs = [module_cost(block) for block in members.values()]
     names = _place_outside(module, path, first=first, last=last, shared=shared)
     if split is not None:
         if sum(split) != len(costs) or len(split) != num_stages:
@@ -118,6 +120,7 @@ def partition(
         )
     return Partition(
         blocks=path,
+        block_names=tuple(members),
         bounds=tuple(bounds),
         first=tuple(names["first"]),
         last=tuple(names["last"]),
@@ -191,12 +194,6 @@ def _best_split(
     for picked in reversed(choice):
         bounds.append(picked[bounds[-1]])
     return best[num_blocks], bounds[::-1]
-
-
-def _block_list(module: nn.Module, path: str) -> nn.ModuleList | nn.Sequential:
-    blocks = module.get_submodule(path)
-    assert isinstance(blocks, nn.ModuleList | nn.Sequential), "find_blocks names a list"
-    return blocks
 
 
 def _place_outside(

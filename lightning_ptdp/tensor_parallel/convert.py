@@ -3,27 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from lightning_ptdp.tensor_parallel import forwards
-from lightning_ptdp.tensor_parallel.forwards import Forward, Peers
+from lightning_ptdp.tensor_parallel import forwards, sequence
+from lightning_ptdp.tensor_parallel.forwards import Forward
+from lightning_ptdp.tensor_parallel.peers import Peers
 from lightning_ptdp.tensor_parallel.plan import Placement, is_transposed
 from lightning_ptdp.tensor_parallel.random import SplitRegion
 
 _CONVERTED = "_ptdp_is_parallel"
 
 
-def convert(module: nn.Module, placement: Placement, group: ProcessGroup, device: torch.device) -> None:
+def convert(
+    module: nn.Module, placement: Placement, group: ProcessGroup, device: torch.device, blocks: str | None = None
+) -> None:
     """Turn the owned part of a module into this rank's shard of it.
 
     Parameters stay the same objects under the same names, so that optimizers, tied weights and state dicts keep them.
     Modules without registered parameters of their own (hollow ones) are left alone. A second call does nothing.
 
-    device: where the rank computes.
+    device: where the rank computes. blocks: name of the list of blocks that run on parts of the sequence, if any do.
     """
     if module.__dict__.get(_CONVERTED):
         return
@@ -35,13 +39,26 @@ def convert(module: nn.Module, placement: Placement, group: ProcessGroup, device
     for path, style in placement.styles.items():
         child = module.get_submodule(path)
         if _is_owned(path, style, owned):
-            make = _maker(path, style, child, widths, placement)
+            make = _maker(path, style, child, widths, placement) if style != "sequence_parallel" else None
+            if style == "sequence_parallel" and blocks is not None and path.startswith(f"{blocks}."):
+                make = sequence.norm
             if make is not None:
                 _give_forward(child, make, peers)
+    if blocks is not None:
+        _split_sequence(module, blocks, peers)
     for name in placement.sizes:
         path, _, leaf = name.rpartition(".")
         holder = module.get_submodule(path)
         setattr(holder, leaf, getattr(holder, leaf) // peers.size)
+
+
+def _split_sequence(module: nn.Module, blocks: str, peers: Peers) -> None:
+    """Run the owned blocks on the peer's part of the sequence."""
+    members = list(module.get_submodule(blocks).children())
+    for i, member in enumerate(members):
+        if any(True for _ in member.parameters()):
+            make = partial(sequence.block, is_first=i == 0, is_last=i == len(members) - 1)
+            _give_forward(member, make, peers)
 
 
 def _cut(owned: dict[str, nn.Parameter], placement: Placement, peers: Peers) -> None:

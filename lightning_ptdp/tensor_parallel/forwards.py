@@ -7,59 +7,31 @@ embedding, say) still happens, and `isinstance` holds.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
 from lightning_ptdp.comm.collectives import chunk_sizes, copy_to, gather_from, reduce_from, scatter_to
 from lightning_ptdp.tensor_parallel.logits import SplitLogits
+from lightning_ptdp.tensor_parallel.peers import Peers
 from lightning_ptdp.tensor_parallel.plan import is_transposed
-from lightning_ptdp.tensor_parallel.random import SplitRegion
+from lightning_ptdp.tensor_parallel.sequence import SEQUENCE_DIM, sum_rows
 
 Forward = Callable[..., Any]
-
-
-@dataclass
-class Peers:
-    """What the parallel forwards of a module know of their tensor group, and share."""
-
-    group: ProcessGroup
-    region: SplitRegion
-    _copied: tuple[Tensor, tuple[int, bool], Tensor] | None = None
-
-    @property
-    def size(self) -> int:
-        """Number of peers."""
-        return self.group.size()
-
-    @property
-    def rank(self) -> int:
-        """This rank's place among them."""
-        return self.group.rank()
-
-    def copy(self, tensor: Tensor) -> Tensor:
-        """`copy_to`, once for all projections of one input in a row: their gradients are added before one all-reduce.
-
-        The last copy is kept until `forget`, and used again for the same, unchanged input.
-        """
-        state = (tensor._version, torch.is_grad_enabled())
-        if self._copied is None or self._copied[0] is not tensor or self._copied[1] != state:
-            self._copied = tensor, state, copy_to(tensor, self.group)
-        return self._copied[2]
-
-    def forget(self) -> None:
-        """Let go of the last copy; what projected the input is done."""
-        self._copied = None
 
 
 def colwise(module: nn.Module, forward: Forward, peers: Peers, *, opens_region: bool) -> Forward:
     """Input whole, output split along its last dim."""
 
     def parallel(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if peers.sequence_length not in (None, x.shape[SEQUENCE_DIM]):
+            raise ValueError(
+                f"a column-parallel {type(module).__name__} was given {tuple(x.shape)}, a part of the sequence (of "
+                f"{peers.sequence_length}); under sequence_parallel=True it needs the whole: give the norm before it "
+                'the style "sequence_parallel" in tensor_parallel_plan, or use sequence_parallel=False'
+            )
         output = _linear(module, forward, peers.copy(x), *args, **kwargs)
         if opens_region and module.training:
             peers.region.enter()
@@ -96,13 +68,14 @@ def rowwise(module: nn.Module, forward: Forward, peers: Peers, *, splits_input: 
     transposed = is_transposed(module)
 
     def parallel(x: Tensor) -> Tensor:
-        peers.region.leave()
+        if peers.sequence_length is None:
+            peers.region.leave()
         peers.forget()
         if splits_input:
             x = scatter_to(x, peers.group, -1)
         weight = module.get_parameter("weight")
         partial = F.linear(x, weight.t() if transposed else weight)
-        output = reduce_from(partial, peers.group)
+        output = reduce_from(partial, peers.group) if peers.sequence_length is None else sum_rows(partial, peers)
         bias = getattr(module, "bias", None)
         return output if bias is None else output + bias
 
@@ -152,7 +125,8 @@ def moe_experts(module: nn.Module, forward: Forward, peers: Peers) -> Forward:
         copied = [copy_to(item, peers.group) if _is_floating(item) else item for item in routing]
         named = {name: copy_to(item, peers.group) if _is_floating(item) else item for name, item in kwargs.items()}
         output = forward(copy_to(hidden, peers.group), *copied, **named)
-        peers.region.leave()
+        if peers.sequence_length is None:
+            peers.region.leave()
         return reduce_from(output, peers.group)
 
     return parallel

@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import nn
 
@@ -79,6 +79,7 @@ class Placement:
     styles: of modules, by name. shards: of parameters, by every name they have. sizes: names of integer attributes to
     divide. summed: parameters whose gradient is summed over peers. heads: the linears whose output is the vocabulary.
     regions: column-parallel linears whose output goes to a row-parallel one of the same parent.
+    sequence_blocks: name of the list of blocks that run on parts of the sequence; None without sequence parallelism.
     """
 
     styles: Mapping[str, str] = field(default_factory=dict)
@@ -87,6 +88,7 @@ class Placement:
     sizes: tuple[str, ...] = ()
     heads: frozenset[str] = frozenset()
     regions: frozenset[str] = frozenset()
+    sequence_blocks: str | None = None
 
 
 def find_plan(module: nn.Module) -> dict[str, str]:
@@ -237,6 +239,28 @@ def place(module: nn.Module, plan: Mapping[str, str], size: int) -> tuple[Placem
     return placement, faults + found
 
 
+def with_sequence(module: nn.Module, placement: Placement, blocks: str) -> Placement:
+    """The placement under sequence parallelism: what blocks hold whole is used on a part, and its gradient summed.
+
+    Raises:
+        ValueError: no norm of the blocks has the style sequence_parallel.
+    """
+    norms = [p for p, s in placement.styles.items() if s == "sequence_parallel" and p.startswith(f"{blocks}.")]
+    if not norms:
+        raise ValueError(
+            f'sequence_parallel=True needs the norms before split layers named with the style "sequence_parallel" in '
+            f"the tensor-parallel plan, and none in {blocks!r} is; add them, or use sequence_parallel=False"
+        )
+    partial = [
+        name
+        for name, _ in module.named_parameters(remove_duplicate=False)
+        if name.startswith(f"{blocks}.")
+        and name not in placement.shards
+        and placement.styles.get(name.rpartition(".")[0]) != "replicate"
+    ]
+    return replace(placement, summed=placement.summed | frozenset(partial), sequence_blocks=blocks)
+
+
 def _attribute(module: nn.Module, name: str) -> int:
     path, _, leaf = name.rpartition(".")
     value = getattr(module.get_submodule(path), leaf)
@@ -370,7 +394,7 @@ def _by_heads(length: int, dim: int, size: int, where: str) -> Shard:
 def _heads(module: nn.Module, styles: Mapping[str, str]) -> Iterator[str]:
     """Column-parallel linears outside any list of blocks whose output is the vocabulary."""
     vocabularies = {child.num_embeddings for child in module.modules() if isinstance(child, nn.Embedding)}
-    lists = [path for path, child in module.named_modules() if isinstance(child, nn.ModuleList)]
+    lists = [path for path, child in module.named_modules() if isinstance(child, nn.ModuleList | nn.ModuleDict)]
     for path, style in styles.items():
         child = module.get_submodule(path)
         if style not in ("colwise", "colwise_gather_output") or not isinstance(child, nn.Linear):

@@ -1,0 +1,62 @@
+"""What the parallel forwards of a module know of their tensor group, and share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from lightning_ptdp.comm.collectives import copy_to, gather_from, gathered_to
+from lightning_ptdp.tensor_parallel.random import SplitRegion
+
+
+@dataclass
+class Peers:
+    """A tensor group, its random region, and the last input that was handed to split layers.
+
+    sequence_length: of whole activations while a block runs on parts of the sequence, else None.
+    """
+
+    group: ProcessGroup
+    region: SplitRegion
+    sequence_length: int | None = None
+    _copied: tuple[Tensor, tuple[int, bool], Tensor] | None = None
+    _joined: tuple[Tensor, Tensor, int] | None = None
+
+    @property
+    def size(self) -> int:
+        """Number of peers."""
+        return self.group.size()
+
+    @property
+    def rank(self) -> int:
+        """This rank's place among them."""
+        return self.group.rank()
+
+    def copy(self, tensor: Tensor) -> Tensor:
+        """`copy_to`, once for all projections of one input in a row: their gradients are added before one all-reduce.
+
+        Of what `join_sequence` returned, the gradient is summed and scattered instead, straight to the parts. The last
+        copy is kept until `forget`, and used again for the same, unchanged input.
+        """
+        state = (tensor._version, torch.is_grad_enabled())
+        if self._copied is None or self._copied[0] is not tensor or self._copied[1] != state:
+            self._copied = tensor, state, self._copy(tensor)
+        return self._copied[2]
+
+    def _copy(self, tensor: Tensor) -> Tensor:
+        if self._joined is not None and self._joined[0] is tensor and self._joined[2] == tensor._version:
+            return gathered_to(self._joined[1], tensor.detach(), self.group, 1)
+        return copy_to(tensor, self.group)
+
+    def join_sequence(self, part: Tensor, dim: int) -> Tensor:
+        """The whole of an activation split along the sequence."""
+        whole = gather_from(part, self.group, dim, part.shape[dim] * self.size)
+        self._joined = whole, part, whole._version
+        return whole
+
+    def forget(self) -> None:
+        """Let go of the last input; what projected it is done."""
+        self._copied = self._joined = None
