@@ -4,8 +4,8 @@
 
 A layout is t, p, v, d. The job is the GPT recipe's model on random tokens with AdamW. "plain" is the same module under
 Lightning's own single-device strategy, with as many threads as the layouts have ranks (up to the machine's cores). All
-take turns step by step in one run; what to read is the ratio, the median of layout / plain over the rounds. Writes a CSV
-beside the table, with hardware and versions in its head.
+take turns step by step in one run; what to read is the ratio, the median of layout / plain over the rounds. --csv
+writes the figures to a file, with hardware and versions in its head.
 """
 
 from __future__ import annotations
@@ -90,10 +90,11 @@ def compete(options: argparse.Namespace) -> None:
     import lightning as L
     import torch
     from lightning.pytorch.callbacks import Callback
+    from lightning_ptdp.recipes.gpt.model import GPT
     from torch.nn import functional as F
+    from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
     from lightning_ptdp import PTDPStrategy
-    from lightning_ptdp.recipes.gpt.model import GPT
 
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     L.seed_everything(1, verbose=False)
@@ -118,10 +119,15 @@ def compete(options: argparse.Namespace) -> None:
         def training_step(self, batch: Any, _: int) -> Any:
             return F.cross_entropy(self.net(batch[0]).flatten(0, 1), batch[1].flatten())
 
+        def train_dataloader(self) -> Any:
+            where = self.trainer.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}
+            sampler = DistributedSampler(Tokens(), shuffle=False, **where)  # rows in their own order under any layout
+            return DataLoader(Tokens(), batch_size=rows, sampler=sampler)
+
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.AdamW(self.parameters(), lr=3e-4, fused=True)
 
-    class Tokens(torch.utils.data.Dataset[Any]):
+    class Tokens(Dataset[Any]):
         def __len__(self) -> int:
             return options.batch * total
 
@@ -177,8 +183,7 @@ def compete(options: argparse.Namespace) -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    loader = torch.utils.data.DataLoader(Tokens(), batch_size=rows)
-    trainer.fit(Module(), loader)
+    trainer.fit(Module())
 
 
 def _report(contestants: list[Contestant], options: argparse.Namespace) -> None:

@@ -1,7 +1,7 @@
 """Lets several programs run their steps in turns, so that all see the same machine.
 
-Every rank of every contestant stays alive and waits at a gate before each step; the referee opens one contestant's gates at
-a time, A B C, C B A, and so on. What is compared is then the ratio of steps of one round, not times of different minutes.
+Every rank of every contestant stays alive and waits at a gate before each step; the referee opens one contestant's
+gates at a time, A B C, C B A, and so on. What is compared is the ratio of steps of one round.
 """
 
 from __future__ import annotations

@@ -120,9 +120,10 @@ def _placement(
     plan = dict(wishes.plan) if wishes.plan is not None else find_plan(module)
     if not plan:
         return Placement(), [
-            f"tensor_parallel_size={size} needs a plan that says how to split the layers, and the module carries none; "
-            "pass tensor_parallel_plan= to the strategy. A first draft to correct (colwise into a split region, "
-            f"rowwise out of it):\n{suggestion(module)}"
+            f"tensor_parallel_size={size} needs a plan that says how to split the layers, and the module "
+            f"({_kinds(module)}) carries none. A first draft, by names alone:\n{suggestion(module)}\n"
+            "correct it (colwise into a split region, rowwise out of it), and pass it as tensor_parallel_plan= to the "
+            "strategy; or use tensor_parallel_size=1"
         ]
     faults = check_plan(module, plan, is_given=wishes.plan is not None)
     if faults:
@@ -135,6 +136,10 @@ def _placement(
         except ValueError as error:
             faults.append(str(error))
     return placement, faults
+
+
+def _kinds(module: nn.Module) -> str:
+    return ", ".join(dict.fromkeys(type(child).__name__ for child in (module, *module.children())))
 
 
 def choose_model_parallel(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
@@ -40,9 +41,11 @@ from lightning_ptdp.metrics import connect_metrics, frozen_metrics
 from lightning_ptdp.precision import PTDPPrecision
 from lightning_ptdp.progress import EvaluationProgress
 from lightning_ptdp.schedule import SCHEDULES
-from lightning_ptdp.tensor_parallel.random import mix
+from lightning_ptdp.tensor_parallel.random import mix, share_random_state
 from lightning_ptdp.whole_module import agree_on_weights, pin_summaries
 
+# What Lightning says when a value is not reduced over ranks; with one replica there is nothing to reduce.
+_SYNC_ADVICE = r"It is recommended to use `self\.log\(.*sync_dist=True\)`"
 _CHECKED_BATCHES = 2  # of training, that the ranks of a replica compare
 
 
@@ -70,8 +73,6 @@ class PTDPStrategy(ParallelStrategy):
     Raises:
         ValueError: at set-up, on every rank, with all faults of the configuration at once.
     """
-
-    is_distributed = True
 
     def __init__(
         self,
@@ -156,6 +157,11 @@ class PTDPStrategy(ParallelStrategy):
         """What runs the batches."""
         assert self._engine is not None, "the engine exists from setup on"
         return self._engine
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether Lightning puts its own sampler into loaders; with one replica, ranks read what the user gave."""
+        return self._groups is None or self._groups.topology.data_parallel_size > 1
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
@@ -253,11 +259,13 @@ class PTDPStrategy(ParallelStrategy):
         self.setup_precision_plugin()
         self.precision.bind(self._gradient_norm)
         self._recorder = LogRecorder(module)
+        if not self.is_distributed:
+            warnings.filterwarnings("ignore", message=_SYNC_ADVICE)
         connect_metrics(module, self.groups, lambda: self._is_in_step, self.root_device)
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by Lightning's connector
         if self._progress not in callbacks:
             callbacks.append(self._progress)
-        self.barrier("setup")
+        share_random_state(self.root_device, self.groups.world)
 
     def _check(self, module: pl.LightningModule) -> Layout:
         """The layout of the module; raises on every rank with all that is wrong, before the first collective on it."""

@@ -12,6 +12,7 @@ from itertools import pairwise
 from torch import nn
 
 from lightning_ptdp.pipeline.blocks import find_blocks
+from lightning_ptdp.pipeline.reading_order import place_by_source
 
 # A lookup costs no multiplication, but its table is updated and its gradient filled: about this share of a matrix.
 EMBEDDING_COST = 0.1
@@ -226,7 +227,7 @@ def _outside(module: nn.Module, blocks: str) -> list[str]:
 
 
 def _guess(module: nn.Module, blocks: str, name: str) -> str:
-    """Where a module runs, by the model's own plan, its kind, its name, and the order of registration."""
+    """Where a module runs: by the model's own plan, the source of its parent's forward, or its kind and name."""
     parent, _, list_name = blocks.rpartition(".")
     holder, _, leaf = name.rpartition(".")
     if leaf in dict(module.get_submodule(holder).named_parameters(recurse=False)):
@@ -240,9 +241,15 @@ def _guess(module: nn.Module, blocks: str, name: str) -> str:
     order = list(plan)
     if inside in order and list_name in order:
         return "first" if order.index(inside) < order.index(list_name) else "last"
+    read = place_by_source(module, blocks, name)
+    return read if read is not None else _guess_by_name(module, blocks, name)
+
+
+def _guess_by_name(module: nn.Module, blocks: str, name: str) -> str:
+    leaf = name.rpartition(".")[2].lower()
     if isinstance(module.get_submodule(name), nn.Embedding):
         return "first"
-    if any(word in leaf.lower() for word in _LAST_WORDS) or "head" in name.lower():
+    if any(word in leaf for word in _LAST_WORDS) or "head" in name.lower():
         return "last"
     if any(word in name.lower() for word in _FIRST_WORDS):
         return "first"

@@ -16,6 +16,9 @@ from contextlib import contextmanager
 
 import numpy
 import torch
+from torch.distributed import ProcessGroup
+
+from lightning_ptdp.comm.collectives import broadcast_object
 
 _MASK = (1 << 64) - 1
 
@@ -76,6 +79,20 @@ class RandomStreams:
     def _reseed(self, seed: int) -> None:
         for generator in self._generators:
             generator.manual_seed(seed)
+
+
+def share_random_state(device: torch.device, group: ProcessGroup) -> None:
+    """Put the default generators of all ranks where rank 0's stand.
+
+    Ranks that were not seeded, or did not run the same code before (rank 0 alone prepares data), draw alike from then
+    on, as one process would: loaders shuffle in one order.
+    """
+    mine = [generator.get_state() for generator in generators(device)], random.getstate(), numpy.random.get_state()
+    states, python, arrays = broadcast_object(mine, 0, group)
+    for generator, state in zip(generators(device), states, strict=True):
+        generator.set_state(state)
+    random.setstate(python)
+    numpy.random.set_state(arrays)
 
 
 class SplitRegion:
