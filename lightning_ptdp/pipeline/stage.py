@@ -23,7 +23,8 @@ LossOf = Callable[[int, Any], Tensor | None]
 class _Live:
     """What a microbatch leaves on a stage between its forward and its backward.
 
-    The stage's output is not among it: backward starts from the edges behind it, so that its memory is free once sent.
+    The stage's output is not among it: backward starts from the edges behind its floating tensors, so that its memory
+    is free once sent.
     """
 
     received: tuple[Tensor, ...]
@@ -65,7 +66,8 @@ class StageWorker:
         if stage < self._num_stages - 1:
             assert output is not None, "a stage below the last leaves the step with a payload"
             if self._trains:
-                self._live[stage, microbatch] = _Live(inputs, tuple(map(_edge, output.tensors)), None)
+                edges = tuple(_edge(tensor) for tensor in output.tensors if tensor.is_floating_point())
+                self._live[stage, microbatch] = _Live(inputs, edges, None)
             return Payload(tuple(t.detach() for t in output.tensors), output.structure, output.others)
         loss = self._loss_of(microbatch, result)
         if self._trains:
