@@ -83,15 +83,18 @@ class FailureBoard:
             cause = self._post(text)
             if cause == text and not is_consequence:
                 return
-        error.add_note(f"first failure: {cause}")
+        if not cause.endswith(_in_words(error)):  # a refusal is raised on every rank, in the same words
+            error.add_note(f"first failure: {cause}")
 
     def _post(self, text: str) -> str:
-        """Write unless something is written; returns what is."""
+        """Write unless something is written, and count as a reader; returns what is written."""
         assert self._store is not None, "only several ranks have a board"
         try:
-            return bytes(self._store.compare_set(_KEY, "", text)).decode()
+            cause = bytes(self._store.compare_set(_KEY, "", text)).decode()
         except dist.DistError:
             return text
+        self._look()
+        return cause
 
     def _read(self, wait_s: float = 0.0) -> str | None:
         deadline = time.monotonic() + wait_s
