@@ -418,7 +418,7 @@ class PTDPStrategy(ParallelStrategy):
             )
             if at.is_ghost:
                 run.weights = [0.0] * len(run.weights)
-            report = None if name == "predict_step" else self._share(run)
+            report = None if name == "predict_step" else self._share(run, counts=not at.is_ghost)
         if report is not None:
             self.recorder.replay(report.logged, self.root_device)
         output = None
@@ -439,8 +439,8 @@ class PTDPStrategy(ParallelStrategy):
 
         return run
 
-    def _share(self, run: BatchRun) -> StepReport:
-        """What the last stages know of the step, on every rank."""
+    def _share(self, run: BatchRun, *, counts: bool = True) -> StepReport:
+        """What the last stages know of the step, on every rank. counts: whether this replica's samples do."""
         assert self._exchange is not None, "made with the groups"
         mine = None
         if self.engine.is_last:
@@ -450,7 +450,7 @@ class PTDPStrategy(ParallelStrategy):
                 weighted_loss=sum(w * loss for w, loss in zip(weights, losses, strict=False) if w),
                 scale=run.scale,
                 num_samples=float(run.num_samples),
-                logged=self.recorder.merged(weights),
+                logged=self.recorder.merged(weights, counts=counts),
             )
         return self._exchange.share(mine)
 
