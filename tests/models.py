@@ -7,7 +7,7 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 Batch = dict[str, Any]
 
@@ -269,11 +269,24 @@ class Rows(Dataset[Batch]):
         return {name: column[index] for name, column in self.batch.items()}
 
 
-class Stream(IterableDataset[Batch]):
-    """A number of rows without a length."""
+class TrainRows(pl.LightningDataModule):
+    """The rows of a batch, in their own order; the last batch may be smaller."""
 
-    def __init__(self, num_rows: int, make: Callable[[int], Batch]) -> None:
-        self.num_rows, self.make = num_rows, make
+    def __init__(self, rows: Batch, *, batch_size: int) -> None:
+        super().__init__()
+        self.rows, self.batch_size = rows, batch_size
+
+    def train_dataloader(self) -> DataLoader[Batch]:
+        """An ordinary loader."""
+        return DataLoader(Rows(self.rows), self.batch_size)
+
+
+class Stream(IterableDataset[Batch]):
+    """Rows that come without a length."""
+
+    def __init__(self, batch: Batch) -> None:
+        self.batch = batch
 
     def __iter__(self) -> Iterator[Batch]:
-        return iter(Rows(self.make(self.num_rows)))  # type: ignore[arg-type]
+        rows = Rows(self.batch)
+        return (rows[i] for i in range(len(rows)))

@@ -93,7 +93,7 @@ def serial(
 
 def parallel(
     make: Make,
-    batches: Sequence[Any],
+    batches: Sequence[Any] | pl.LightningDataModule,
     *,
     world_size: int | None = None,
     trainer: Mapping[str, Any] | None = None,
@@ -102,7 +102,7 @@ def parallel(
 ) -> tuple[Run, list[Part]]:
     """Train in a world of the pool.
 
-    batches: global ones; replica r of d takes the r-th of d nearly equal parts of the rows.
+    batches: global ones, of which replica r of d takes the r-th of d nearly equal parts of the rows; or a data module.
     world_size: None takes t * p * d. trainer: arguments of the Trainer. strategy: of `PTDPStrategy`.
 
     Returns the whole run, and each rank's part of it in the order of ranks. Copies that several ranks hold of the same
@@ -114,21 +114,21 @@ def parallel(
         world_size=world_size or sizes[0] * sizes[1] * sizes[2],
         timeout=timeout,
         make=make,
-        batches=list(batches),
+        batches=batches,
         trainer=dict(trainer or {}),
         strategy=strategy,
     )
     return join(parts), parts
 
 
-def train(make: Make, batches: list[Any], trainer: dict[str, Any], strategy: dict[str, Any] | str) -> Part:
+def train(make: Make, batches: Any, trainer: dict[str, Any], strategy: dict[str, Any] | str) -> Part:
     """The body of `parallel`: what this rank saw."""
     seed_everything()
     module, recorder = make(), Recorder()
     chosen = PTDPStrategy(**strategy) if isinstance(strategy, dict) else strategy
     callbacks = [recorder, *trainer.pop("callbacks", ())]
     quiet_trainer(chosen, callbacks=callbacks, precision="64-true", use_distributed_sampler=False, **trainer).fit(
-        module, datamodule=ReplicaBatches(batches)
+        module, datamodule=batches if isinstance(batches, pl.LightningDataModule) else ReplicaBatches(batches)
     )
     return recorder.part
 
@@ -184,7 +184,7 @@ class Recorder(Callback):
         strategy = trainer.strategy
         assert isinstance(strategy, PTDPStrategy), "the strategy under test"
         self._engine = strategy.engine
-        self.part.at, self.part.shards = strategy.groups.at, self._engine.shards
+        self.part.at, self.part.shards = strategy.groups.at, self._engine.placement.shards
         self.part.initial = self._weights(pl_module)
         self._engine.record(self.part.spans)
 
