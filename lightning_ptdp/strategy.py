@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
@@ -583,6 +584,11 @@ class PTDPStrategy(ParallelStrategy):
     def _refuse_after_failure(self) -> None:
         assert self.lightning_module is not None, "set by the Trainer"
         if self.lightning_module.trainer.interrupted:
+            if self._board is not None:  # a callback that saves now ends the Trainer before it tells the strategy
+                failure = sys.exc_info()[1]
+                if failure is not None:
+                    self._board.report(failure)
+                self._board.__exit__()
             raise RuntimeError(
                 "no checkpoint can be saved after a failure: it takes every rank, and one has failed; the last "
                 "checkpoint saved before is whole"
