@@ -93,6 +93,8 @@ class StageWorker:
             if pairs:
                 torch.autograd.backward([edge for edge, _ in pairs], [g for _, g in pairs])
         elif live.loss is not None:
+            if live.received and not live.loss.requires_grad:
+                raise _no_gradient(stage)
             self._backward(live.loss)
         started = gradients is not None or live.loss is not None
         return self._input_gradients(stage, live, started=started)
@@ -100,12 +102,15 @@ class StageWorker:
     def _input_gradients(self, stage: int, live: _Live, *, started: bool) -> tuple[Tensor, ...]:
         floating = [tensor for tensor in live.received if tensor.is_floating_point()]
         if floating and started and all(tensor.grad is None for tensor in floating):
-            raise RuntimeError(
-                f"no gradient reached the activation that stage {stage} received: either its output does not depend on "
-                "it, or the step checkpoints with use_reentrant=True; use "
-                "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
-            )
+            raise _no_gradient(stage)
         return tuple(torch.zeros_like(t) if t.grad is None else t.grad for t in floating)
+
+
+def _no_gradient(stage: int) -> RuntimeError:
+    return RuntimeError(
+        f"no gradient reached the activation that stage {stage} received: either its output does not depend on it, or the "
+        "step checkpoints with use_reentrant=True; use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
+    )
 
 
 def _edge(tensor: Tensor) -> GradientEdge | None:
