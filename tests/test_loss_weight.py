@@ -50,7 +50,7 @@ def test_probabilities_as_targets_all_count():
 @pytest.mark.parametrize(
     "step",
     [
-        lambda: LOGITS.sum(),
+        LOGITS.sum,
         lambda: F.mse_loss(LOGITS, torch.ones(6, 3)),
         lambda: F.cross_entropy(LOGITS, TARGETS.clamp(min=0), reduction="sum"),
         lambda: F.cross_entropy(LOGITS, TARGETS.clamp(min=0)) + F.cross_entropy(LOGITS[:2], TARGETS[:2]),
