@@ -190,7 +190,7 @@ def test_blocks_out_of_order_are_refused():
         return x.sum()
 
     with pytest.raises(
-        RuntimeError, match="block 2 of 'blocks' ran where block 1 was due.*no loops, skips or layer dr"
+        RuntimeError, match=r"block 2 of 'blocks' ran where block 1 was due.*no loops, skips or layer dr"
     ):
         run(split(module), step)
 
@@ -267,7 +267,7 @@ def test_block_without_a_tensor_in_its_output_cannot_end_a_stage():
 def test_split_module_outside_a_run_raises(call):
     module, _ = make_gpt()
     part, _ = split(module)[0]
-    with pytest.raises(RuntimeError, match="is split over pipeline stages.*load a checkpoint into a new module"):
+    with pytest.raises(RuntimeError, match=r"is split over pipeline stages.*load a checkpoint into a new module"):
         call(part)
 
 
