@@ -40,6 +40,18 @@ class Layout:
     clip_algorithm: str = "norm"
 
 
+# How GPT is split over tensor peers.
+PLAN = {
+    "token": "embedding_rowwise",
+    "blocks.*.attention.query": "colwise",
+    "blocks.*.attention.key": "colwise",
+    "blocks.*.attention.value": "colwise",
+    "blocks.*.attention.project": "rowwise",
+    "blocks.*.up": "colwise",
+    "blocks.*.down": "rowwise",
+    "head": "colwise",
+}
+
 LAYOUTS = {
     "one process": Layout(),
     "one process, batch whole": Layout(b=4),
@@ -73,6 +85,12 @@ LAYOUTS = {
     "AdamW": Layout(p=2, d=2, options={"optimizer": "adamw", "lr": 0.01}),
     "AdamW, tied": Layout(p=2, options={"optimizer": "adamw", "lr": 0.01, "tied": True}),
     "Adagrad": Layout(p=2, options={"optimizer": "adagrad"}),
+    "tensor peers": Layout(t=2),
+    "tensor peers, tied, uneven vocabulary": Layout(
+        t=2, options={"tied": True, "vocabulary": 61}, make_batch=partial(texts, vocabulary=61), clip=0.1
+    ),
+    "tensor peers and pipeline": Layout(t=2, p=2, options={"tied": True}, make_batch=partial(texts, padded=True)),
+    "tensor peers and replicas": Layout(t=2, d=2, options={"optimizer": "adamw", "lr": 0.01}, clip=0.1),
     "asked split": Layout(p=2, strategy={"pipeline_split": (1, 3)}),
     "blocks that return tuples": Layout(p=2, model=PairNet, make_batch=points),
     "tuples, interleaved": Layout(p=2, v=2, model=PairNet, make_batch=points),
@@ -101,6 +119,7 @@ def test_layout_gives_the_numbers_of_one_process(layout):
         virtual_pipeline_size=layout.v,
         micro_batch_size=layout.b,
         schedule=layout.schedule,
+        **({"tensor_parallel_plan": PLAN} if layout.t > 1 else {}),
         **layout.strategy,
     )
     clipping = {"clip": layout.clip, "clip_algorithm": layout.clip_algorithm}
