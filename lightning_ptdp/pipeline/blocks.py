@@ -21,7 +21,7 @@ def find_blocks(module: nn.Module, name: str | None = None) -> str:
         candidates: dict[str, int] = {
             path: sum(parameter.numel() for parameter in child.parameters())
             for path, child in module.named_modules()
-            if isinstance(child, kind) and len(child) >= 2
+            if path and isinstance(child, kind) and len(child) >= 2
         }
         best = max(candidates, key=lambda path: candidates[path], default=None)
         if best is not None and candidates[best] > 0:
@@ -34,7 +34,7 @@ def find_blocks(module: nn.Module, name: str | None = None) -> str:
 
 
 def _named(module: nn.Module, name: str) -> str:
-    lists = [path for path, child in module.named_modules() if isinstance(child, BlockList)]
+    lists = [path for path, child in module.named_modules() if path and isinstance(child, BlockList)]
     if name not in lists:
         raise ValueError(
             f"pipeline_blocks={name!r} is not an nn.ModuleList, nn.ModuleDict or nn.Sequential of the module; it has "
