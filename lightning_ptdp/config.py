@@ -14,9 +14,6 @@ from lightning_ptdp.topology import Topology
 
 Auto = Literal["auto"]
 
-RECOMPUTE = ("none", "selective", "full")
-INIT = ("plain", "by_operation")
-
 
 def divisors(number: int) -> list[int]:
     """All divisors of a positive number, ascending."""
@@ -44,10 +41,8 @@ class ParallelConfig:
     micro_batch_size: int | Auto = "auto"
     eval_micro_batch_size: int | None = None
     schedule: str = "auto"
-    recompute: str = "none"
     sequence_parallel: bool = False
     pipeline_split: Sequence[int] | None = None
-    init: str = "plain"
 
     def faults(self, schedules: Sequence[str]) -> list[str]:
         """Every setting that is wrong whatever the number of processes, a sentence each."""
@@ -57,8 +52,6 @@ class ParallelConfig:
         found += _count_fault("virtual_pipeline_size", self.virtual_pipeline_size)
         found += _count_fault("eval_micro_batch_size", self.eval_micro_batch_size, allowed=None)
         found += _choice_fault("schedule", self.schedule, ("auto", *schedules))
-        found += _choice_fault("recompute", self.recompute, RECOMPUTE)
-        found += _choice_fault("init", self.init, INIT)
         if found:
             return found
         if self.virtual_pipeline_size > 1 and self.pipeline_parallel_size == 1:
@@ -101,8 +94,8 @@ class ParallelConfig:
 
         Returns the topology and the faults found; with faults the topology is the nearest that can be talked about.
         """
-        t = model_parallel[0] if self.tensor_parallel_size == "auto" else self.tensor_parallel_size
-        p = model_parallel[1] if self.pipeline_parallel_size == "auto" else self.pipeline_parallel_size
+        t = _size(self.tensor_parallel_size, model_parallel[0])
+        p = _size(self.pipeline_parallel_size, model_parallel[1])
         given = f"tensor_parallel_size={t} * pipeline_parallel_size={p}"
         if self.data_parallel_size == "auto":
             if world_size % (t * p):
@@ -112,7 +105,7 @@ class ParallelConfig:
                     f"divides {world_size} ({divisors(world_size)})"
                 ]
             return Topology(t, p, world_size // (t * p)), []
-        d = self.data_parallel_size
+        d = _size(self.data_parallel_size, 1)
         if t * p * d != world_size:
             return Topology(t, p, d), [
                 f"the number of processes must be t * p * d: got {world_size} processes for {given} * "
@@ -133,6 +126,13 @@ def micro_batch_size(requested: int | Auto, batch_size: int, pipeline_parallel_s
     if pipeline_parallel_size == 1:
         return batch_size
     return max(1, batch_size // (4 * pipeline_parallel_size))
+
+
+def _size(requested: int | Auto, automatic: int) -> int:
+    """A size to go on with: one that is no size at all is a fault of its own."""
+    if requested == "auto":
+        return automatic
+    return requested if isinstance(requested, int) and requested >= 1 else 1
 
 
 def _count_fault(name: str, value: object, allowed: object = 1) -> list[str]:

@@ -8,6 +8,7 @@ number and one of a few over the replicas, and one broadcast along the pipeline.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -75,14 +76,17 @@ class StepReport:
 
 
 def merge(values: Sequence[Logged]) -> Logged:
-    """One value for several of the same key, by the key's reduction; those without samples do not count."""
+    """One value for several of the same key, by the key's reduction.
+
+    Those without samples do not count, nor does the mean of nothing (NaN, with weight 0).
+    """
     real = [value for value in values if value.batch_size] or list(values)
     key, weight = real[0].key, sum(value.weight for value in real)
     if key.reduce == "mean":
-        weighted = [value for value in real if value.weight]  # the mean of nothing may be NaN
+        weighted = [value for value in real if value.weight]
         total = sum(value.value * value.weight for value in weighted) / weight if weighted else real[0].value
     elif key.reduce == "sum":
-        total = sum(value.value for value in real)
+        total = sum(value.value for value in real if value.weight or not math.isnan(value.value))
     else:
         total = (min if key.reduce == "min" else max)(value.value for value in real)
     return Logged(key, total, weight, sum(value.batch_size for value in real))

@@ -66,7 +66,8 @@ def lay_out(module: nn.Module, config: ParallelConfig, topology: Topology, wishe
 
     A module that was set up before keeps its layout, and a wish for another is a fault.
     """
-    stages = topology.pipeline_parallel_size * config.virtual_pipeline_size
+    chunks = config.virtual_pipeline_size if isinstance(config.virtual_pipeline_size, int) else 1
+    stages = topology.pipeline_parallel_size * max(1, chunks)
     known = layout_of(module)
     if known is not None:
         same = (
@@ -77,6 +78,8 @@ def lay_out(module: nn.Module, config: ParallelConfig, topology: Topology, wishe
         faults = [] if same else [_was_split(known, topology, stages)]
         return Layout(topology, stages, known.partition, known.placement), faults
     cut, faults = _partition(module, config, stages, wishes)
+    if cut is not None:
+        faults += _side_outputs(module)
     placement, more = _placement(
         module, topology.tensor_parallel_size, wishes, splits_sequence=config.sequence_parallel
     )
@@ -110,6 +113,16 @@ def _partition(
     except ValueError as error:
         return None, [str(error)]
     return found, []
+
+
+def _side_outputs(module: nn.Module) -> list[str]:
+    """Outputs that a model collects from every block beside the activation, which would be the last stage's alone."""
+    return [
+        f"{path or 'the module'} collects the router logits of all its layers (config.output_router_logits), and a "
+        "stage has only its own; set config.output_router_logits = False, or use pipeline_parallel_size=1"
+        for path, child in module.named_modules()
+        if getattr(getattr(child, "config", None), "output_router_logits", False)
+    ][:1]
 
 
 def _placement(

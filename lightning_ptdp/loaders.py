@@ -25,7 +25,11 @@ def prepare(loader: object, groups: Groups, *, evaluates: bool, warn: Callable[[
     if not isinstance(loader, DataLoader):
         return loader
     is_seeded = bool(int(os.environ.get("PL_SEED_WORKERS", "0")))  # by seed_everything(workers=True)
-    if loader.num_workers > 0 and loader.worker_init_fn is None and (is_seeded or groups.data.size() > 1):
+    if (
+        loader.num_workers > 0
+        and loader.worker_init_fn is None
+        and (is_seeded or groups.topology.data_parallel_size > 1)
+    ):
         loader.worker_init_fn = partial(pl_worker_init_function, rank=groups.at.data)
     if groups.topology.data_parallel_size == 1:
         return loader

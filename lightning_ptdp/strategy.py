@@ -43,10 +43,12 @@ from lightning_ptdp.precision import PTDPPrecision
 from lightning_ptdp.progress import EvaluationProgress
 from lightning_ptdp.schedule import SCHEDULES
 from lightning_ptdp.tensor_parallel.random import mix, share_random_state
-from lightning_ptdp.whole_module import agree_on_weights, pin_summaries
+from lightning_ptdp.whole_module import agree_on_weights, pin_summaries, refused_callbacks
 
 # What Lightning says when a value is not reduced over ranks; with one replica there is nothing to reduce.
 _SYNC_ADVICE = r"It is recommended to use `self\.log\(.*sync_dist=True\)`"
+# And when it evaluates with a sampler that repeats samples, which ours does not.
+_SAMPLER_ADVICE = r"Using `DistributedSampler` with the dataloaders\."
 _CHECKED_BATCHES = 2  # of training, that the ranks of a replica compare
 
 
@@ -63,6 +65,8 @@ class PTDPStrategy(ParallelStrategy):
         micro_batch_size: samples a microbatch; "auto" is the largest that gives 4 microbatches a pipeline rank.
         eval_micro_batch_size: samples a microbatch in evaluation; None runs each batch whole.
         schedule: "gpipe", "1f1b", "interleaved", or "auto".
+        sequence_parallel: split activations between split layers along the sequence, for norms that the plan names.
+        tensor_parallel_plan: name patterns to styles; None takes the module's own.
         pipeline_blocks: name of the list of blocks; None finds the `nn.ModuleList` that holds most parameters.
         pipeline_split: blocks of each stage in stage order; None balances by cost, embeddings and head counted.
         first, last, shared: names of modules outside the blocks that run before them, after them, or on every stage,
@@ -116,12 +120,19 @@ class PTDPStrategy(ParallelStrategy):
             micro_batch_size=micro_batch_size,
             eval_micro_batch_size=eval_micro_batch_size,
             schedule=schedule,
-            recompute=recompute,
             sequence_parallel=sequence_parallel,
             pipeline_split=None if pipeline_split is None else tuple(pipeline_split),
         )
         self._wishes = Wishes(tensor_parallel_plan, pipeline_blocks, tuple(first), tuple(last), tuple(shared))
         self.num_nodes = 1
+        self._not_available = [
+            f"{name}={value!r} is not available in this version; leave it out"
+            for name, value, default in (
+                ("recompute", recompute, "none"),
+                ("distributed_optimizer", distributed_optimizer, False),
+            )
+            if value != default
+        ]
         self._backend, self._timeout = process_group_backend, timeout
         self._faults: list[str] = []
         self._groups: Groups | None = None
@@ -188,7 +199,7 @@ class PTDPStrategy(ParallelStrategy):
         reset_seed()
         self.set_world_ranks()
         self._join_world()
-        self._faults = self.config.faults(SCHEDULES)
+        self._faults = [*self.config.faults(SCHEDULES), *self._not_available]
         assert self.lightning_module is not None, "connected before"
         is_fixed = "auto" not in (self.config.tensor_parallel_size, self.config.pipeline_parallel_size)
         if is_fixed or any(True for _ in self.lightning_module.parameters()):
@@ -244,7 +255,7 @@ class PTDPStrategy(ParallelStrategy):
         assert self.lightning_module is not None, "set by the Trainer"
         module, fits = self.lightning_module, trainer.state.fn == TrainerFn.FITTING
         self.accelerator.setup(trainer)
-        layout = self._check(module)
+        layout = self._check(trainer, module)
         if self._board is not None:
             self._board.__enter__()
         if layout_of(module) is None:
@@ -260,6 +271,7 @@ class PTDPStrategy(ParallelStrategy):
         self.setup_precision_plugin()
         self.precision.bind(self._gradient_norm)
         self._recorder = LogRecorder(module)
+        warnings.filterwarnings("ignore", message=_SAMPLER_ADVICE)
         if not self.is_distributed:
             warnings.filterwarnings("ignore", message=_SYNC_ADVICE)
         connect_metrics(module, self.groups, lambda: self._is_in_step, self.root_device)
@@ -268,17 +280,17 @@ class PTDPStrategy(ParallelStrategy):
             callbacks.append(self._progress)
         share_random_state(self.root_device, self.groups.world)
 
-    def _check(self, module: pl.LightningModule) -> Layout:
+    def _check(self, trainer: pl.Trainer, module: pl.LightningModule) -> Layout:
         """The layout of the module; raises on every rank with all that is wrong, before the first collective on it."""
         if self._groups is None:
             self._make_groups()
         faults = list(self._faults)
-        known = self.config.faults(SCHEDULES)
-        topology = self._groups.topology if self._groups is not None else self.config.resolve(self.world_size)[0]
-        layout = Layout(topology, 1)
-        if not known:
-            layout, more = lay_out(module, self.config, topology, self._wishes)
-            faults += more
+        topology = self._groups.topology if self._groups is not None else None
+        if topology is None:
+            topology, more = self.config.resolve(self.world_size)
+            faults += [fault for fault in more if fault not in faults]
+        layout, more = lay_out(module, self.config, topology, self._wishes)
+        faults += more + refused_callbacks(trainer, topology)
         if topology.pipeline_parallel_size > 1 and not module.automatic_optimization:
             faults.append(
                 "manual optimization runs backward inside training_step, where only the last stage arrives; use "
@@ -457,8 +469,9 @@ class PTDPStrategy(ParallelStrategy):
             seen = ", ".join(f"rank {rank}: {text}" for rank, text in zip(ranks, digests, strict=True))
             raise ValueError(
                 f"the ranks of replica {self.groups.at.data} see different batches ({seen}); they must see the same: "
-                "use Lightning's own sampler, or one that splits by trainer.distributed_sampler_kwargs, and random "
-                "augmentation in loader workers (which are seeded by replica) or seeded by sample"
+                "call lightning.seed_everything if data is drawn at random, use Lightning's own sampler, or one that "
+                "splits by trainer.distributed_sampler_kwargs, and augment in loader workers (which are seeded by "
+                "replica) or by a seed of the sample"
             )
 
     def _user_step(

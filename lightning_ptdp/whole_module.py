@@ -7,11 +7,12 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import Callback, ModelSummary
+from lightning.pytorch.callbacks import Callback, ModelSummary, StochasticWeightAveraging, WeightAveraging
 from torch import Tensor, nn
 
 from lightning_ptdp.comm.collectives import broadcast_, gather_objects
 from lightning_ptdp.comm.groups import Groups
+from lightning_ptdp.topology import Topology
 
 _CHUNK = 1 << 18  # elements that are summed at once, so that a big table needs no second copy
 
@@ -40,6 +41,19 @@ def pin_summaries(trainer: pl.Trainer, module: pl.LightningModule) -> None:
         if isinstance(callback, ModelSummary) and callback._max_depth:
             summary = _Summary(callback._summary(trainer, module))
             callback._summary = lambda *_, summary=summary: summary  # type: ignore[method-assign]
+
+
+def refused_callbacks(trainer: pl.Trainer, topology: Topology) -> list[str]:
+    """Callbacks that copy the whole module before it is split, and then meet parts of it: a sentence each."""
+    if topology.tensor_parallel_size * topology.pipeline_parallel_size == 1:
+        return []
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by Lightning's connector
+    return [
+        f"{type(callback).__name__} averages copies of the whole module, and a rank holds a part of it; leave it out, "
+        "or use tensor_parallel_size=1 and pipeline_parallel_size=1"
+        for callback in callbacks
+        if isinstance(callback, WeightAveraging | StochasticWeightAveraging)
+    ]
 
 
 def agree_on_weights(module: nn.Module, groups: Groups) -> None:
