@@ -85,6 +85,9 @@ class FailureBoard:
                 text += " (no rank posted a cause: was a process killed, by want of memory perhaps?)"
             cause = self._post(text)
             if cause == text and not is_consequence:
+                is_placed = any(note.startswith("raised on") for note in getattr(error, "__notes__", ()))
+                if self._watcher is not None and not is_placed:  # within a run, not at its set-up
+                    error.add_note(f"raised on {self._topology.describe(self._rank)}")
                 return
         if not cause.endswith(_in_words(error)):  # a refusal is raised on every rank, in the same words
             error.add_note(f"first failure: {cause}")

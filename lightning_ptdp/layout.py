@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import torch
 from torch import nn
@@ -12,6 +13,7 @@ from torch import nn
 from lightning_ptdp.config import ParallelConfig, divisors
 from lightning_ptdp.pipeline.blocks import find_blocks
 from lightning_ptdp.pipeline.partition import Partition, partition
+from lightning_ptdp.schedule import choose
 from lightning_ptdp.tensor_parallel.plan import (
     Placement,
     check_heads,
@@ -59,6 +61,24 @@ def layout_of(module: nn.Module) -> Layout | None:
 def remember(module: nn.Module, layout: Layout) -> None:
     """Note a layout on the module that is about to be set up in it."""
     module.__dict__[_ATTRIBUTE] = layout
+
+
+def describe(layout: Layout, config: ParallelConfig) -> str:
+    """A layout in a line, for the start of a run."""
+    topology, cut = layout.topology, layout.partition
+    sizes = (
+        f"PTDPStrategy: tensor {topology.tensor_parallel_size} x pipeline {topology.pipeline_parallel_size} x data "
+        f"{topology.data_parallel_size}"
+    )
+    if cut is None:
+        return sizes
+    blocks = ", ".join(str(high - low) for low, high in pairwise(cut.bounds))
+    schedule = choose(
+        config.schedule,
+        pipeline_parallel_size=topology.pipeline_parallel_size,
+        virtual_pipeline_size=config.virtual_pipeline_size,
+    )
+    return f"{sizes}; blocks of {cut.blocks!r} in each stage: {blocks}; schedule {schedule}"
 
 
 def lay_out(module: nn.Module, config: ParallelConfig, topology: Topology, wishes: Wishes) -> tuple[Layout, list[str]]:

@@ -22,7 +22,7 @@ from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import ParallelStrategy, StrategyRegistry
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
@@ -36,7 +36,16 @@ from lightning_ptdp.config import Auto, ParallelConfig
 from lightning_ptdp.engine import BatchRun, Engine
 from lightning_ptdp.exchange import Exchange, StepReport
 from lightning_ptdp.failure import FailureBoard
-from lightning_ptdp.layout import Layout, Wishes, choose_model_parallel, lay_out, layout_of, memory_of, remember
+from lightning_ptdp.layout import (
+    Layout,
+    Wishes,
+    choose_model_parallel,
+    describe,
+    lay_out,
+    layout_of,
+    memory_of,
+    remember,
+)
 from lightning_ptdp.logging import ALREADY_SYNCED, LogRecorder
 from lightning_ptdp.metrics import connect_metrics, frozen_metrics
 from lightning_ptdp.precision import PTDPPrecision
@@ -262,6 +271,7 @@ class PTDPStrategy(ParallelStrategy):
             pin_summaries(trainer, module)
             agree_on_weights(module, self.groups)
             remember(module, layout)
+            rank_zero_info(f"{describe(layout, self.config)}; kernels: PyTorch's own operations, none compiled")
         self.precision.convert_module(module)
         self._engine = Engine(self.config, self.groups, self.root_device, self._agreed_seed())
         self._engine.set_up(module, layout.partition, layout.placement)

@@ -30,10 +30,10 @@ def report_in_turn(texts):
     return notes(mine)
 
 
-def test_first_cause_wins():
+def test_first_cause_wins_and_names_its_rank():
     assert run_spmd(report_in_turn, texts=["late", "first"]) == [
         ["first failure: rank 1 (pipeline rank 0, replica 0, tensor rank 0): RuntimeError: first"],
-        [],
+        ["raised on rank 1 (pipeline rank 0, replica 0, tensor rank 0)"],
     ]
 
 
@@ -43,7 +43,9 @@ def test_closed_connection_is_told_its_cause():
 
 
 def test_error_that_all_ranks_raise_is_not_its_own_cause():
-    assert run_spmd(report_in_turn, texts=["same"] * 3, world_size=3) == [[], [], []]
+    *late, first = run_spmd(report_in_turn, texts=["same"] * 3, world_size=3)
+    assert late == [[], []]
+    assert first == ["raised on rank 2 (pipeline rank 0, replica 0, tensor rank 0)"]
 
 
 def test_consequence_without_a_cause_says_so():
