@@ -18,7 +18,7 @@ import torch
 from lightning_ptdp.comm.collectives import all_gather_dim, broadcast_, broadcast_object, gather_objects
 from lightning_ptdp.comm.groups import Groups
 
-_HEAD = 4  # numbers before those of the logged values
+_HEAD = 5  # numbers before those of the logged values
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +56,14 @@ class StepReport:
     """A step's result.
 
     weight: sum of the microbatches' weights. weighted_loss: sum of weight * loss. scale: see `BatchRun`.
+    has_output: whether the step returned more than a loss.
     """
 
     weight: float
     weighted_loss: float
     scale: float
     num_samples: float
+    has_output: bool
     logged: tuple[Logged, ...]
 
     @property
@@ -100,12 +102,13 @@ class Exchange:
         self._schema: tuple[Key, ...] = ()
         self._hash = _hash(())
 
-    def share(self, mine: StepReport | None) -> StepReport:
+    def share(self, mine: StepReport | None, *, joins_replicas: bool = True) -> StepReport:
         """The step's report on every rank: own scale, everything else merged over replicas as the keys say.
 
-        mine: of this replica; None on ranks below the last stage.
+        mine: of this replica; None on ranks below the last stage. joins_replicas: False keeps to this replica, for
+        steps of which replicas run different numbers.
         """
-        merged = None if mine is None else self._merge_replicas(mine)
+        merged = mine if mine is None or not joins_replicas else self._merge_replicas(mine)
         if self._groups.topology.pipeline_parallel_size == 1:
             assert merged is not None, "without a pipeline every rank is on the last stage"
             return merged
@@ -162,12 +165,13 @@ def _merge_reports(mine: StepReport, reports: Sequence[StepReport]) -> StepRepor
         weighted_loss=sum(report.weighted_loss for report in reports),
         scale=mine.scale,
         num_samples=sum(report.num_samples for report in reports),
+        has_output=mine.has_output,
         logged=tuple(values),
     )
 
 
 def _numbers(report: StepReport) -> list[float]:
-    numbers = [report.weight, report.weighted_loss, report.scale, report.num_samples]
+    numbers = [report.weight, report.weighted_loss, report.scale, report.num_samples, float(report.has_output)]
     for value in report.logged:
         numbers += [value.value, value.weight, value.batch_size]
     return numbers
@@ -176,8 +180,8 @@ def _numbers(report: StepReport) -> list[float]:
 def _report(numbers: Sequence[float], schema: tuple[Key, ...]) -> StepReport:
     triples = [numbers[i : i + 3] for i in range(_HEAD, len(numbers), 3)]
     logged = tuple(Logged(key, *three) for key, three in zip(schema, triples, strict=True))
-    weight, weighted_loss, scale, num_samples = numbers[:_HEAD]
-    return StepReport(weight, weighted_loss, scale, num_samples, logged)
+    weight, weighted_loss, scale, num_samples, has_output = numbers[:_HEAD]
+    return StepReport(weight, weighted_loss, scale, num_samples, bool(has_output), logged)
 
 
 def _hash(schema: tuple[Key, ...]) -> int:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -27,14 +27,13 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
-from lightning_ptdp import loaders, outputs
-from lightning_ptdp.batch import Microbatch, digest
-from lightning_ptdp.checkpoint.whole import WholeState, owned_groups
+from lightning_ptdp import loaders
+from lightning_ptdp.checkpoint.whole import WholeState
 from lightning_ptdp.comm import collectives
 from lightning_ptdp.comm.groups import Groups, join_world, world
 from lightning_ptdp.config import Auto, ParallelConfig
-from lightning_ptdp.engine import BatchRun, Engine
-from lightning_ptdp.exchange import Exchange, StepReport
+from lightning_ptdp.engine import Engine
+from lightning_ptdp.exchange import Exchange
 from lightning_ptdp.failure import FailureBoard
 from lightning_ptdp.layout import (
     Layout,
@@ -46,11 +45,12 @@ from lightning_ptdp.layout import (
     memory_of,
     remember,
 )
-from lightning_ptdp.logging import ALREADY_SYNCED, LogRecorder
-from lightning_ptdp.metrics import connect_metrics, frozen_metrics
+from lightning_ptdp.logging import ALREADY_SYNCED
+from lightning_ptdp.metrics import connect_metrics
 from lightning_ptdp.precision import PTDPPrecision
 from lightning_ptdp.progress import EvaluationProgress
 from lightning_ptdp.schedule import SCHEDULES
+from lightning_ptdp.steps import Context, Steps, batch_of
 from lightning_ptdp.tensor_parallel.random import mix, share_random_state
 from lightning_ptdp.whole_module import agree_on_weights, pin_summaries, refused_callbacks
 
@@ -147,11 +147,10 @@ class PTDPStrategy(ParallelStrategy):
         self._groups: Groups | None = None
         self._engine: Engine | None = None
         self._exchange: Exchange | None = None
-        self._recorder: LogRecorder | None = None
+        self._steps: Steps | None = None
         self._board: FailureBoard | None = None
         self._progress = EvaluationProgress()
         self._optimizer_names: list[list[list[str]]] = []
-        self._is_in_step = False
         self._blocks_sync = False
 
     # -- processes ---------------------------------------------------------------------------------------------------
@@ -178,6 +177,17 @@ class PTDPStrategy(ParallelStrategy):
         """What runs the batches."""
         assert self._engine is not None, "the engine exists from setup on"
         return self._engine
+
+    @property
+    def steps(self) -> Steps:
+        """What runs the user's steps."""
+        assert self._steps is not None, "made at setup"
+        return self._steps
+
+    @property
+    def _module(self) -> pl.LightningModule:
+        assert self.lightning_module is not None, "set by the Trainer"
+        return self.lightning_module
 
     @property
     def is_distributed(self) -> bool:
@@ -209,9 +219,8 @@ class PTDPStrategy(ParallelStrategy):
         self.set_world_ranks()
         self._join_world()
         self._faults = [*self.config.faults(SCHEDULES), *self._not_available]
-        assert self.lightning_module is not None, "connected before"
         is_fixed = "auto" not in (self.config.tensor_parallel_size, self.config.pipeline_parallel_size)
-        if is_fixed or any(True for _ in self.lightning_module.parameters()):
+        if is_fixed or any(True for _ in self._module.parameters()):
             self._make_groups()
 
     def _make_groups(self) -> None:
@@ -228,12 +237,11 @@ class PTDPStrategy(ParallelStrategy):
         self._board = FailureBoard(topology, self.global_rank, host, self._groups.world)
 
     def _choice(self) -> tuple[int, int]:
-        assert self.lightning_module is not None, "connected before"
-        known = layout_of(self.lightning_module)
+        known = layout_of(self._module)
         if known is not None:
             return known.topology.tensor_parallel_size, known.topology.pipeline_parallel_size
         return choose_model_parallel(
-            self.lightning_module,
+            self._module,
             self.config,
             self._wishes,
             world_size=self.world_size,
@@ -261,8 +269,7 @@ class PTDPStrategy(ParallelStrategy):
     def setup(self, trainer: pl.Trainer) -> None:
         """Split the module, configure its optimizers, and connect everything that needs to know."""
         assert self.accelerator is not None, "set by the Trainer"
-        assert self.lightning_module is not None, "set by the Trainer"
-        module, fits = self.lightning_module, trainer.state.fn == TrainerFn.FITTING
+        module, fits = self._module, trainer.state.fn == TrainerFn.FITTING
         self.accelerator.setup(trainer)
         layout = self._check(trainer, module)
         if self._board is not None:
@@ -280,11 +287,12 @@ class PTDPStrategy(ParallelStrategy):
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
         self.precision.bind(self._gradient_norm)
-        self._recorder = LogRecorder(module)
+        assert self._exchange is not None, "made with the groups"
+        self._steps = Steps(module, self._engine, self._exchange, self._board)
         warnings.filterwarnings("ignore", message=_SAMPLER_ADVICE)
         if not self.is_distributed:
             warnings.filterwarnings("ignore", message=_SYNC_ADVICE)
-        connect_metrics(module, self.groups, lambda: self._is_in_step, self.root_device)
+        connect_metrics(module, self.groups, lambda: self.steps.is_in_step, self.root_device)
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by Lightning's connector
         if self._progress not in callbacks:
             callbacks.append(self._progress)
@@ -316,13 +324,11 @@ class PTDPStrategy(ParallelStrategy):
 
     def model_to_device(self) -> None:
         """Move what this rank owns."""
-        assert self.lightning_module is not None, "set by the Trainer"
-        self.lightning_module.to(self.root_device)
+        self._module.to(self.root_device)
 
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         """Configure the optimizers on the whole tree, then leave them what this rank owns."""
-        assert self.lightning_module is not None, "set by the Trainer"
-        module, skeleton = self.lightning_module, self.engine.skeleton
+        module, skeleton = self._module, self.engine.skeleton
         with skeleton.whole() if skeleton is not None else nullcontext():
             super().setup_optimizers(trainer)
             names = {parameter: name for name, parameter in reversed(list(module.named_parameters()))}
@@ -346,8 +352,7 @@ class PTDPStrategy(ParallelStrategy):
         return list(dict.fromkeys(members))
 
     def _bind(self) -> None:
-        assert self.lightning_module is not None, "set by the Trainer"
-        self.engine.bind(self.lightning_module, self._trained())
+        self.engine.bind(self._module, self._trained())
 
     @property
     def precision(self) -> PTDPPrecision:
@@ -373,8 +378,7 @@ class PTDPStrategy(ParallelStrategy):
 
     def process_dataloader(self, dataloader: object) -> object:
         """Evaluate each sample once, seed workers by replica, and end on all replicas at once."""
-        assert self.lightning_module is not None, "set by the Trainer"
-        trainer = self.lightning_module.trainer
+        trainer = self._module.trainer
         evaluates = trainer.validating or trainer.testing or trainer.sanity_checking
         return loaders.prepare(dataloader, self.groups, evaluates=evaluates, warn=rank_zero_warn)
 
@@ -382,37 +386,28 @@ class PTDPStrategy(ParallelStrategy):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run a batch through the schedule; gradients wait for `backward`."""
-        assert self.lightning_module is not None, "set by the Trainer"
-        module = self.lightning_module
+        module = self._module
         if not module.automatic_optimization:
             return super().training_step(*args, **kwargs)
-        trainer = module.trainer
         if not self.engine.trains(self._trained()):
             self._bind()
-        accumulate = trainer.accumulate_grad_batches
-        place = trainer.fit_loop.batch_idx % accumulate
-        is_last = not self._blocks_sync
-        step = self._user_step(module.training_step, args, kwargs, self.precision.train_step_context)
-        if trainer.fit_loop.total_batch_idx < _CHECKED_BATCHES:
-            self._check_same_batch(_batch_of(args, kwargs))
-        with self._step(), self.recorder.recording():
-            run = self.engine.train_batch(
-                _batch_of(args, kwargs),
-                step,
-                lambda loss: self.precision.backward(loss, module, None),
-                number=trainer.fit_loop.total_batch_idx,
-                accumulate=accumulate,
-            )
-            report = self._share(run)
-        self.engine.finish_batch(report.factor, is_first=place == 0, is_last=is_last)
-        self.recorder.replay(report.logged, self.root_device)
-        loss = torch.tensor(report.loss, device=self.root_device)
-        return {"loss": loss, **self._share_outputs(run)}
+        loop, accumulate = module.trainer.fit_loop, module.trainer.accumulate_grad_batches
+        if loop.total_batch_idx < _CHECKED_BATCHES:
+            self.steps.check_same(batch_of(args, kwargs))
+        return self.steps.train(
+            self.precision.train_step_context,
+            lambda loss: self.precision.backward(loss, module, None),
+            args,
+            kwargs,
+            number=loop.total_batch_idx,
+            accumulate=accumulate,
+            is_first=loop.batch_idx % accumulate == 0,
+            is_last=not self._blocks_sync,
+        )
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Publish the gradients that the schedule left, once the window is complete."""
-        assert self.lightning_module is not None, "set by the Trainer"
-        module = self.lightning_module
+        module = self._module
         if not module.automatic_optimization:
             return self._manual_backward(closure_loss, optimizer, *args, **kwargs)
         closure_loss = self.precision.pre_backward(closure_loss, module)
@@ -423,8 +418,7 @@ class PTDPStrategy(ParallelStrategy):
     def _manual_backward(self, loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Manual optimization, without a pipeline: average over the replicas what one backward gave."""
         loss = super().backward(loss, optimizer, *args, **kwargs)
-        assert self.lightning_module is not None, "set by the Trainer"
-        collectives.average_gradients(self.lightning_module.parameters(), self.groups.data)
+        collectives.average_gradients(self._module.parameters(), self.groups.data)
         return loss
 
     @contextmanager
@@ -448,106 +442,23 @@ class PTDPStrategy(ParallelStrategy):
         """Predict a batch."""
         return self._evaluate("predict_step", self.precision.predict_step_context, args, kwargs)
 
-    def _evaluate(self, name: str, context: Callable[[], AbstractContextManager[None]], args: Any, kwargs: Any) -> Any:
-        assert self.lightning_module is not None, "set by the Trainer"
-        module, at = self.lightning_module, self._progress
-        step = self._user_step(getattr(module, name), args, kwargs, context)
-        number = mix(module.trainer.global_step, at.dataloader_idx, at.batch_idx)
+    def _evaluate(self, name: str, context: Context, args: Any, kwargs: Any) -> Any:
+        at = self._progress
         if at.batch_idx == 0:
-            self._check_same_batch(_batch_of(args, kwargs))
-        with self._step(), self.recorder.recording(), frozen_metrics(module) if at.is_ghost else nullcontext():
-            run = self.engine.evaluate_batch(
-                _batch_of(args, kwargs), step, number=number, size=self.config.eval_micro_batch_size
-            )
-            if at.is_ghost:
-                run.weights = [0.0] * len(run.weights)
-            report = None if name == "predict_step" else self._share(run, counts=not at.is_ghost)
-        if report is not None:
-            self.recorder.replay(report.logged, self.root_device)
-        output = None
-        if self.engine.is_last:
-            output = outputs.merge(run.outputs, run.sizes, run.weight_numbers)
-        return self._from_last_stage(output)
-
-    def _check_same_batch(self, batch: Any) -> None:
-        """Raise on every rank of a replica unless all see the same batch."""
-        if self.groups.replica.size() == 1:
-            return
-        digests = collectives.gather_objects(digest(batch), self.groups.replica)
-        if len(set(digests)) > 1:
-            ranks = self.groups.topology.replica_ranks(self.groups.at)
-            seen = ", ".join(f"rank {rank}: {text}" for rank, text in zip(ranks, digests, strict=True))
-            raise ValueError(
-                f"the ranks of replica {self.groups.at.data} see different batches ({seen}); they must see the same: "
-                "call lightning.seed_everything if data is drawn at random, use Lightning's own sampler, or one that "
-                "splits by trainer.distributed_sampler_kwargs, and augment in loader workers (which are seeded by "
-                "replica) or by a seed of the sample"
-            )
-
-    def _user_step(
-        self, step: Callable[..., Any], args: Any, kwargs: Any, context: Callable[[], AbstractContextManager[None]]
-    ) -> Callable[[Microbatch, bool], Any]:
-        """The user's step as the engine calls it, its log calls under the microbatch's name."""
-
-        def run(microbatch: Microbatch, keep: bool) -> Any:
-            with self.recorder.microbatch(microbatch.index, microbatch.num_samples, keep=keep), context():
-                if args:
-                    return step(microbatch.batch, *args[1:], **kwargs)
-                return step(**{**kwargs, "batch": microbatch.batch})
-
-        return run
-
-    def _share(self, run: BatchRun, *, counts: bool = True) -> StepReport:
-        """What the last stages know of the step, on every rank. counts: whether this replica's samples do."""
-        assert self._exchange is not None, "made with the groups"
-        mine = None
-        if self.engine.is_last:
-            weights, losses = run.weight_numbers, run.loss_numbers
-            mine = StepReport(
-                weight=sum(weights),
-                weighted_loss=sum(w * loss for w, loss in zip(weights, losses, strict=False) if w),
-                scale=run.scale,
-                num_samples=float(run.num_samples),
-                logged=self.recorder.merged(weights, counts=counts),
-            )
-        return self._exchange.share(mine)
-
-    def _share_outputs(self, run: BatchRun) -> dict[str, Any]:
-        extra = outputs.extras(run.outputs, run.sizes, run.weight_numbers) if self.engine.is_last else {}
-        shared: dict[str, Any] = self._from_last_stage(extra)
-        return shared
-
-    def _from_last_stage(self, value: Any) -> Any:
-        """A value of the last stage on all ranks of its pipeline."""
-        groups = self.groups
-        if groups.topology.pipeline_parallel_size == 1:
-            return value
-        value = outputs.to_device(value, torch.device("cpu")) if self.engine.is_last else None
-        value = collectives.broadcast_object(value, groups.pipeline_ranks[-1], groups.pipeline)
-        return outputs.to_device(value, self.root_device)
-
-    @property
-    def recorder(self) -> LogRecorder:
-        """What stands in for the module's `log`."""
-        assert self._recorder is not None, "made at setup"
-        return self._recorder
-
-    @contextmanager
-    def _step(self) -> Iterator[None]:
-        """Within, the user's step runs; a failure is posted at once, so that peers learn of it."""
-        self._is_in_step = True
-        try:
-            yield
-        except Exception as error:
-            if self._board is not None:
-                self._board.report(error)
-            raise
-        finally:
-            self._is_in_step = False
+            self.steps.check_same(batch_of(args, kwargs))
+        return self.steps.evaluate(
+            getattr(self._module, name),
+            context,
+            args,
+            kwargs,
+            number=mix(self._module.trainer.global_step, at.dataloader_idx, at.batch_idx),
+            size=self.config.eval_micro_batch_size,
+            counts=not at.is_ghost,
+            joins_replicas=name != "predict_step",
+        )
 
     def _gradient_norm(self, parameters: list[nn.Parameter]) -> Tensor:
-        assert self.lightning_module is not None, "set by the Trainer"
-        return self.engine.gradient_norm(self.lightning_module, parameters)
+        return self.engine.gradient_norm(self._module, parameters)
 
     # -- collectives of Lightning ------------------------------------------------------------------------------------
 
@@ -586,62 +497,37 @@ class PTDPStrategy(ParallelStrategy):
     restore_checkpoint_after_setup = True
 
     def _whole_state(self) -> WholeState:
-        assert self.lightning_module is not None, "set by the Trainer"
-        return WholeState(self.groups, self.engine.state_names(self.lightning_module), self.engine.placement.shards)
+        return WholeState(self.groups, self.engine.state_names(self._module), self.engine.placement.shards)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The plain module's state on global rank 0, empty elsewhere; every rank must call this."""
-        assert self.lightning_module is not None, "set by the Trainer"
         self._refuse_after_failure()
-        return self._whole_state().gather_module(self.lightning_module.state_dict())
+        return self._whole_state().gather_module(self._module.state_dict())
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load this rank's part of a plain module's state."""
-        assert self.lightning_module is not None, "set by the Trainer"
-        module, whole, given = self.lightning_module, self._whole_state(), checkpoint["state_dict"]
+        whole, given = self._whole_state(), checkpoint["state_dict"]
         if strict:
             whole.check_names(given)
-        module.load_state_dict(whole.cut_module(given, list(module.state_dict())), strict=strict)
+        mine = whole.cut_module(given, list(self._module.state_dict()))
+        self._module.load_state_dict(mine, strict=strict)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """A plain optimizer's state on global rank 0, without values elsewhere; every rank must call this."""
         self._refuse_after_failure()
         plain = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
         names = self._optimizer_names[self.optimizers.index(plain)]
-        name_of = self._parameter_names()
-        members = [p for group in plain.param_groups for p in group["params"]]
-        states = self._whole_state().gather_optimizer({name_of[p]: plain.state[p] for p in members if p in plain.state})
-        numbers = {name: i for i, name in enumerate(name for group in names for name in group)}
-        return {
-            "state": {numbers[name]: state for name, state in states.items()},
-            "param_groups": owned_groups(plain.param_groups, names),
-        }
+        return self._whole_state().gather_optimizer(plain, names, self.engine.plain_names(self._module))
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load this rank's part of plain optimizers' states."""
-        name_of, whole = self._parameter_names(), self._whole_state()
-        for optimizer, names, given in zip(
-            self.optimizers, self._optimizer_names, checkpoint["optimizer_states"], strict=True
-        ):
-            numbers = {name: i for i, name in enumerate(name for group in names for name in group)}
-            states, groups, place = {}, [], 0
-            for group, options in zip(optimizer.param_groups, given["param_groups"], strict=True):
-                groups.append({**options, "params": list(range(place, place + len(group["params"])))})
-                for parameter in group["params"]:
-                    name = name_of[parameter]
-                    if numbers[name] in given["state"]:
-                        states[place] = whole.cut_optimizer(name, given["state"][numbers[name]])
-                    place += 1
-            optimizer.load_state_dict({"state": states, "param_groups": groups})
-
-    def _parameter_names(self) -> dict[nn.Parameter, str]:
-        """The plain module's name of each parameter: the first, where several are tied."""
-        assert self.lightning_module is not None, "set by the Trainer"
-        return self.engine.plain_names(self.lightning_module)
+        whole, name_of = self._whole_state(), self.engine.plain_names(self._module)
+        states = checkpoint["optimizer_states"]
+        for optimizer, names, given in zip(self.optimizers, self._optimizer_names, states, strict=True):
+            optimizer.load_state_dict(whole.cut_optimizer(optimizer, names, name_of, given))
 
     def _refuse_after_failure(self) -> None:
-        assert self.lightning_module is not None, "set by the Trainer"
-        if self.lightning_module.trainer.interrupted:
+        if self._module.trainer.interrupted:
             if self._board is not None:  # a callback that saves now ends the Trainer before it tells the strategy
                 failure = sys.exc_info()[1]
                 if failure is not None:
@@ -663,15 +549,11 @@ class PTDPStrategy(ParallelStrategy):
         """Stop watching, and give the module its own `log` back."""
         if self._board is not None:
             self._board.__exit__()
-        if self._recorder is not None:
-            self._recorder.detach()
+        if self._steps is not None:
+            self._steps.close()
         if self._engine is not None:
             self._engine.release()
         super().teardown()
-
-
-def _batch_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return args[0] if args else kwargs["batch"]
 
 
 StrategyRegistry.register(

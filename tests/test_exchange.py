@@ -16,7 +16,7 @@ def logged(value, weight=1.0, batch_size=1.0, **of_key):
 
 
 def report(*values, weight=1.0, weighted_loss=0.0, scale=1.0, num_samples=1.0):
-    return StepReport(weight, weighted_loss, scale, num_samples, values)
+    return StepReport(weight, weighted_loss, scale, num_samples, False, values)
 
 
 @pytest.mark.parametrize(

@@ -8,11 +8,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from lightning_ptdp.comm.collectives import gather_objects_to
 from lightning_ptdp.comm.groups import Groups
 from lightning_ptdp.tensor_parallel.shard import Shard
+
+GroupNames = Sequence[Sequence[str]]
+NameOf = Mapping[nn.Parameter, str]
 
 
 class WholeState:
@@ -45,21 +49,37 @@ class WholeState:
                 f"{sorted(unknown)}; load one of the same model, or set strict_loading=False on the module"
             )
 
-    def gather_optimizer(self, state: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-        """The states of all parameters by name on global rank 0; empty elsewhere.
+    def gather_optimizer(self, optimizer: Optimizer, names: GroupNames, name_of: NameOf) -> dict[str, Any]:
+        """The plain optimizer's state on global rank 0; without values elsewhere.
 
-        state: of this rank's parameters, by name.
+        names: of the whole model's parameters, by group. name_of: this rank's parameters.
         """
-        flat = {f"{name}\n{key}": value for name, values in state.items() for key, value in values.items()}
-        whole: dict[str, dict[str, Any]] = {}
-        for key, value in self._gather(flat).items():
-            name, _, entry = key.partition("\n")
-            whole.setdefault(name, {})[entry] = value
-        return whole
+        members = [p for group in optimizer.param_groups for p in group["params"] if p in optimizer.state]
+        flat = {f"{name_of[p]}\n{key}": value for p in members for key, value in optimizer.state[p].items()}
+        numbers = _numbers(names)
+        state: dict[int, dict[str, Any]] = {}
+        for path, value in self._gather(flat).items():
+            name, _, key = path.partition("\n")
+            state.setdefault(numbers[name], {})[key] = value
+        return {"state": state, "param_groups": _plain_groups(optimizer.param_groups, names)}
 
-    def cut_optimizer(self, name: str, values: Mapping[str, Any]) -> dict[str, Any]:
-        """This rank's part of a parameter's optimizer state."""
-        return {key: self._cut(name, value) for key, value in values.items()}
+    def cut_optimizer(
+        self, optimizer: Optimizer, names: GroupNames, name_of: NameOf, given: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """This rank's part of a plain optimizer's state, as its `load_state_dict` takes it."""
+        numbers = _numbers(names)
+        state: dict[int, dict[str, Any]] = {}
+        groups: list[dict[str, Any]] = []
+        place = 0
+        for group, options in zip(optimizer.param_groups, given["param_groups"], strict=True):
+            groups.append({**options, "params": list(range(place, place + len(group["params"])))})
+            for parameter in group["params"]:
+                name = name_of[parameter]
+                values = given["state"].get(numbers[name])
+                if values is not None:
+                    state[place] = {key: self._cut(name, value) for key, value in values.items()}
+                place += 1
+        return {"state": state, "param_groups": groups}
 
     def _gather(self, local: dict[str, Any]) -> dict[str, Any]:
         """Join what the ranks of replica 0 hold; keys are a parameter's name, and a line break before anything more."""
@@ -91,11 +111,15 @@ class WholeState:
         return shard.cut(value, self._groups.at.tensor, self._groups.topology.tensor_parallel_size)
 
 
-def owned_groups(groups: Sequence[Mapping[str, Any]], names: Sequence[Sequence[str]]) -> list[dict[str, Any]]:
-    """The parameter groups of the whole model: an optimizer's options, with parameters numbered in the plain order."""
-    numbered, start = [], 0
-    for group, members in zip(groups, names, strict=True):
-        options = {key: value for key, value in group.items() if key != "params"}
-        numbered.append({**options, "params": list(range(start, start + len(members)))})
-        start += len(members)
-    return numbered
+def _numbers(names: GroupNames) -> dict[str, int]:
+    """The plain optimizer's number of each parameter."""
+    return {name: i for i, name in enumerate(name for group in names for name in group)}
+
+
+def _plain_groups(groups: Sequence[Mapping[str, Any]], names: GroupNames) -> list[dict[str, Any]]:
+    """An optimizer's options by group, with the whole model's parameters numbered in the plain order."""
+    numbers = _numbers(names)
+    return [
+        {**{key: value for key, value in group.items() if key != "params"}, "params": [numbers[n] for n in members]}
+        for group, members in zip(groups, names, strict=True)
+    ]

@@ -1,0 +1,167 @@
+"""A user's step on a batch: run by the engine, its logs merged, its result known on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor
+
+from lightning_ptdp import outputs
+from lightning_ptdp.batch import Microbatch, digest
+from lightning_ptdp.comm.collectives import broadcast_object, gather_objects
+from lightning_ptdp.engine import BatchRun, Engine
+from lightning_ptdp.exchange import Exchange, StepReport
+from lightning_ptdp.failure import FailureBoard
+from lightning_ptdp.logging import LogRecorder
+from lightning_ptdp.metrics import frozen_metrics
+
+Context = Callable[[], AbstractContextManager[None]]
+
+
+class Steps:
+    """Runs the steps of one module."""
+
+    def __init__(
+        self, module: pl.LightningModule, engine: Engine, exchange: Exchange, board: FailureBoard | None
+    ) -> None:
+        self._module, self._engine, self._exchange, self._board = module, engine, exchange, board
+        self._recorder = LogRecorder(module)
+        self.is_in_step = False
+
+    def close(self) -> None:
+        """Give the module its own `log` back."""
+        self._recorder.detach()
+
+    def train(
+        self,
+        context: Context,
+        backward: Callable[[Tensor], None],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        number: int,
+        accumulate: int,
+        is_first: bool,
+        is_last: bool,
+    ) -> dict[str, Any]:
+        """Run forward and backward of a batch; its gradients join those of the accumulation window.
+
+        args, kwargs: of the user's training_step, the batch first. number: of the batch in the run.
+        accumulate: batches a window. is_first, is_last: of the window.
+
+        Returns what the step would have returned for the whole batch: the loss, and what else was in its dict.
+        """
+        step = self._user_step(self._module.training_step, context, args, kwargs)
+        with self._running():
+            run = self._engine.train_batch(batch_of(args, kwargs), step, backward, number=number, accumulate=accumulate)
+            extra = outputs.extras(run.outputs, run.sizes, run.weight_numbers) if self._engine.is_last else {}
+            report = self._share(run, has_output=bool(extra))
+        self._engine.finish_batch(report.factor, is_first=is_first, is_last=is_last)
+        self._recorder.replay(report.logged, self._engine.device)
+        loss = torch.tensor(report.loss, device=self._engine.device)
+        return {"loss": loss, **(self._from_last_stage(extra) if report.has_output else {})}
+
+    def evaluate(
+        self,
+        step: Callable[..., Any],
+        context: Context,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        number: int,
+        size: int | None,
+        counts: bool,
+        joins_replicas: bool,
+    ) -> Any:
+        """Run the forward of a batch; returns what the step returned for it.
+
+        size: samples a microbatch, None for all. counts: False for a batch that only keeps a replica in step.
+        joins_replicas: whether replicas run as many steps, and logs merge over them.
+        """
+        user_step = self._user_step(step, context, args, kwargs)
+        with self._running(), nullcontext() if counts else frozen_metrics(self._module):
+            run = self._engine.evaluate_batch(batch_of(args, kwargs), user_step, number=number, size=size)
+            if not counts:
+                run.weights = [0.0] * len(run.weights)
+            output = outputs.merge(run.outputs, run.sizes, run.weight_numbers) if self._engine.is_last else None
+            report = self._share(run, has_output=output is not None, counts=counts, joins_replicas=joins_replicas)
+        self._recorder.replay(report.logged, self._engine.device)
+        return self._from_last_stage(output) if report.has_output else None
+
+    def check_same(self, batch: Any) -> None:
+        """Raise on every rank of a replica unless all see the same batch."""
+        groups = self._engine.groups
+        if groups.replica.size() == 1:
+            return
+        digests = gather_objects(digest(batch), groups.replica)
+        if len(set(digests)) > 1:
+            ranks = groups.topology.replica_ranks(groups.at)
+            seen = ", ".join(f"rank {rank}: {text}" for rank, text in zip(ranks, digests, strict=True))
+            raise ValueError(
+                f"the ranks of replica {groups.at.data} see different batches ({seen}); they must see the same: call "
+                "lightning.seed_everything if data is drawn at random, use Lightning's own sampler, or one that "
+                "splits by trainer.distributed_sampler_kwargs, and augment in loader workers (which are seeded by "
+                "replica) or by a seed of the sample"
+            )
+
+    def _user_step(
+        self, step: Callable[..., Any], context: Context, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Callable[[Microbatch, bool], Any]:
+        """The user's step as the engine calls it, its log calls under the microbatch's name."""
+
+        def run(microbatch: Microbatch, keep: bool) -> Any:
+            with self._recorder.microbatch(microbatch.index, microbatch.num_samples, keep=keep), context():
+                if args:
+                    return step(microbatch.batch, *args[1:], **kwargs)
+                return step(**{**kwargs, "batch": microbatch.batch})
+
+        return run
+
+    def _share(
+        self, run: BatchRun, *, has_output: bool, counts: bool = True, joins_replicas: bool = True
+    ) -> StepReport:
+        """What the last stages know of the step, on every rank. counts: whether this replica's samples do."""
+        mine = None
+        if self._engine.is_last:
+            weights, losses = run.weight_numbers, run.loss_numbers
+            mine = StepReport(
+                weight=sum(weights),
+                weighted_loss=sum(w * loss for w, loss in zip(weights, losses, strict=False) if w),
+                scale=run.scale,
+                num_samples=float(run.num_samples),
+                has_output=has_output,
+                logged=self._recorder.merged(weights, counts=counts),
+            )
+        return self._exchange.share(mine, joins_replicas=joins_replicas)
+
+    def _from_last_stage(self, value: Any) -> Any:
+        """A value of the last stage on all ranks of its pipeline."""
+        groups = self._engine.groups
+        if groups.topology.pipeline_parallel_size == 1:
+            return value
+        value = outputs.to_device(value, torch.device("cpu")) if self._engine.is_last else None
+        value = broadcast_object(value, groups.pipeline_ranks[-1], groups.pipeline)
+        return outputs.to_device(value, self._engine.device)
+
+    @contextmanager
+    def _running(self) -> Iterator[None]:
+        """Within, the user's step runs and its logs are recorded; a failure is posted at once, for peers to learn."""
+        self.is_in_step = True
+        try:
+            with self._recorder.recording():
+                yield
+        except Exception as error:
+            if self._board is not None:
+                self._board.report(error)
+            raise
+        finally:
+            self.is_in_step = False
+
+
+def batch_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The batch among a step's arguments."""
+    return args[0] if args else kwargs["batch"]
