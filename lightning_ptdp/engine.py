@@ -27,6 +27,7 @@ from lightning_ptdp.data_parallel.buckets import GradientBuffers
 from lightning_ptdp.data_parallel.clip import total_norm
 from lightning_ptdp.data_parallel.tied import SharedGradients, SharedParameter
 from lightning_ptdp.loss_weight import TargetCounter, Weight, weigh
+from lightning_ptdp.outputs import detached
 from lightning_ptdp.pipeline.partition import Partition
 from lightning_ptdp.pipeline.runtime import Runtime
 from lightning_ptdp.pipeline.skeleton import Skeleton
@@ -271,7 +272,7 @@ class Engine:
             if math.isnan(unit):
                 unit = weight.unit
                 run.scale = unit * counts
-            run.outputs.append(join_all(result))
+            run.outputs.append(detached(join_all(result)))  # a graph would keep the input of its microbatch alive
             run.weights.append(weight.value)
             run.losses.append(loss.detach())
             return _scaled(loss, weight.value, run.scale * accumulate)

@@ -40,6 +40,7 @@ class FailureBoard:
         """
         self._topology, self._rank, self._grace_s = topology, rank, grace_s
         self._stop = threading.Event()
+        self._run = 0
         self._watcher: threading.Thread | None = None
         self._cause: str | None = None
         self._reported: BaseException | None = None
@@ -54,6 +55,8 @@ class FailureBoard:
 
     def __enter__(self) -> FailureBoard:
         if self._store is not None and self._watcher is None:
+            self._run += 1
+            self._cause = self._reported = None
             self._stop.clear()
             self._watcher = threading.Thread(target=self._watch, name="ptdp-failure-watcher", daemon=True)
             self._watcher.start()
@@ -83,15 +86,18 @@ class FailureBoard:
             cause = self._post(text)
             if cause == text and not is_consequence:
                 return
-        error.add_note(f"first failure: {cause}")
+        if not cause.endswith(_in_words(error)):  # a refusal is raised on every rank, in the same words
+            error.add_note(f"first failure: {cause}")
 
     def _post(self, text: str) -> str:
-        """Write unless something is written; returns what is."""
+        """Write unless something is written, and count as a reader; returns what is written."""
         assert self._store is not None, "only several ranks have a board"
         try:
-            return bytes(self._store.compare_set(_KEY, "", text)).decode()
+            cause = bytes(self._store.compare_set(self._named(_KEY), "", text)).decode()
         except dist.DistError:
             return text
+        self._look()
+        return cause
 
     def _read(self, wait_s: float = 0.0) -> str | None:
         deadline = time.monotonic() + wait_s
@@ -103,20 +109,24 @@ class FailureBoard:
         """Read the board; False when nothing is written, or rank 0 is gone."""
         assert self._store is not None, "only several ranks have a board"
         try:
-            if not self._store.check([_KEY]):
+            if not self._store.check([self._named(_KEY)]):
                 return False
-            cause = bytes(self._store.get(_KEY)).decode()
+            cause = bytes(self._store.get(self._named(_KEY))).decode()
             if self._cause is None:
                 self._cause = cause
-                self._store.add(_READERS, 1)
+                self._store.add(self._named(_READERS), 1)
         except dist.DistError:
             return False
         return True
 
+    def _named(self, key: str) -> str:
+        """The key of this run: a later one in the same processes starts with an empty board."""
+        return f"{key}/{self._run}"
+
     def _wait_for_readers(self) -> None:
         assert self._store is not None, "only several ranks have a board"
         deadline = time.monotonic() + _WAIT_FOR_READERS_S
-        while self._store.add(_READERS, 0) < self._topology.world_size and time.monotonic() < deadline:
+        while self._store.add(self._named(_READERS), 0) < self._topology.world_size and time.monotonic() < deadline:
             time.sleep(0.05)
 
     def _watch(self) -> None:

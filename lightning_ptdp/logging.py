@@ -69,10 +69,10 @@ class LogRecorder:
         if not keep:
             del self._records[before:]
 
-    def merged(self, weights: list[float], *, counts: bool) -> tuple[Logged, ...]:
+    def merged(self, weights: list[float], *, counts: bool = True) -> tuple[Logged, ...]:
         """One value a key over the microbatches of the step.
 
-        weights: of the microbatches, by index. counts: False for a batch that only keeps a replica in step.
+        weights: of the microbatches, by index. counts: whether the batch's samples do, in means over an epoch.
         """
         assert self._records is not None, "called within the recording"
         by_key: dict[Key, list[Logged]] = {}
@@ -80,8 +80,8 @@ class LogRecorder:
         numbers = _to_numbers([value for value in values if value is not None])
         for record in self._records:
             number = next(numbers) if record.value is not None else float("nan")
-            size = record.batch_size if counts else 0.0
-            logged = Logged(record.key, number, weights[record.microbatch], size)
+            batch_size = record.batch_size if counts else 0.0
+            logged = Logged(record.key, number, weights[record.microbatch], batch_size)
             by_key.setdefault(record.key, []).append(logged)
         return tuple(merge(values) for values in by_key.values())
 

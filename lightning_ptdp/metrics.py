@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from copy import copy
 from typing import Any
 
 import torch
@@ -58,11 +57,15 @@ def _to(value: Any, device: torch.device) -> Any:
     return [item.to(device) for item in value] if isinstance(value, list) else value.to(device)
 
 
+def _copy(value: Any) -> Any:
+    return list(value) if isinstance(value, list) else value.clone()  # most metrics add to their tensors in place
+
+
 @contextmanager
 def frozen_metrics(module: nn.Module) -> Iterator[None]:
     """Within, metrics may be updated; afterwards they stand where they stood."""
     before = {
-        metric: ({name: copy(value) for name, value in metric.metric_state.items()}, metric._update_count)
+        metric: ({name: _copy(value) for name, value in metric.metric_state.items()}, metric._update_count)
         for metric in module.modules()
         if isinstance(metric, Metric)
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -472,7 +473,7 @@ class PTDPStrategy(ParallelStrategy):
         return run
 
     def _share(self, run: BatchRun, *, counts: bool = True) -> StepReport:
-        """What the last stages know of the step, on every rank."""
+        """What the last stages know of the step, on every rank. counts: whether this replica's samples do."""
         assert self._exchange is not None, "made with the groups"
         mine = None
         if self.engine.is_last:
@@ -616,6 +617,11 @@ class PTDPStrategy(ParallelStrategy):
     def _refuse_after_failure(self) -> None:
         assert self.lightning_module is not None, "set by the Trainer"
         if self.lightning_module.trainer.interrupted:
+            if self._board is not None:  # a callback that saves now ends the Trainer before it tells the strategy
+                failure = sys.exc_info()[1]
+                if failure is not None:
+                    self._board.report(failure)
+                self._board.__exit__()
             raise RuntimeError(
                 "no checkpoint can be saved after a failure: it takes every rank, and one has failed; the last "
                 "checkpoint saved before is whole"

@@ -31,7 +31,7 @@ def _unit(layer: int, ours: str = "", outside: str = "") -> Unit:
 
 
 _PURE = "config topology schedule"
-_COMPUTE = "comm kernels batch loss_weight data_parallel tensor_parallel pipeline recompute"
+_COMPUTE = "comm kernels batch loss_weight outputs data_parallel tensor_parallel pipeline recompute"
 _FRONT = (
     f"engine checkpoint planner {_PURE} comm batch exchange failure outputs precision loaders logging metrics progress "
     "whole_module strategy check tensor_parallel.random pipeline.partition pipeline.skeleton"

@@ -26,6 +26,10 @@ SUM = dist.ReduceOp.SUM
 MAX = dist.ReduceOp.MAX
 MIN = dist.ReduceOp.MIN
 
+# torch 2.13 renamed these two, and warns at every call of the old names.
+_all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
 
 def group_size(group: ProcessGroup) -> int:
     """Number of ranks in the group."""
@@ -114,12 +118,12 @@ def all_gather_dim(tensor: Tensor, group: ProcessGroup, dim: int, length: int) -
     moved = tensor.movedim(dim, 0).contiguous()
     if len(set(sizes)) == 1:
         whole = moved.new_empty((length, *moved.shape[1:]))
-        dist.all_gather_into_tensor(whole, moved, group=group)
+        _all_gather_single(whole, moved, group=group)
         return whole.movedim(0, dim)
     padded = moved.new_zeros((sizes[0], *moved.shape[1:]))
     padded[: len(moved)] = moved
     pieces = moved.new_empty((len(sizes), *padded.shape))
-    dist.all_gather_into_tensor(pieces.flatten(0, 1), padded, group=group)
+    _all_gather_single(pieces.flatten(0, 1), padded, group=group)
     return torch.cat([piece[:size] for piece, size in zip(pieces, sizes, strict=True)]).movedim(0, dim)
 
 
@@ -129,7 +133,7 @@ def reduce_scatter_dim(tensor: Tensor, group: ProcessGroup, dim: int) -> Tensor:
         return tensor
     moved = tensor.movedim(dim, 0).contiguous()
     piece = moved.new_empty((len(moved) // group.size(), *moved.shape[1:]))
-    dist.reduce_scatter_tensor(piece, moved, op=SUM, group=group)
+    _reduce_scatter_single(piece, moved, op=SUM, group=group)
     return piece.movedim(0, dim)
 
 

@@ -23,7 +23,8 @@ LossOf = Callable[[int, Any], Tensor | None]
 class _Live:
     """What a microbatch leaves on a stage between its forward and its backward.
 
-    The stage's output is not among it: backward starts from the edges behind it, so that its memory is free once sent.
+    The stage's output is not among it: backward starts from the edges behind its floating tensors, so that its memory
+    is free once sent.
     """
 
     received: tuple[Tensor, ...]
@@ -65,7 +66,8 @@ class StageWorker:
         if stage < self._num_stages - 1:
             assert output is not None, "a stage below the last leaves the step with a payload"
             if self._trains:
-                self._live[stage, microbatch] = _Live(inputs, tuple(map(_edge, output.tensors)), None)
+                edges = tuple(_edge(tensor) for tensor in output.tensors if tensor.is_floating_point())
+                self._live[stage, microbatch] = _Live(inputs, edges, None)
             return Payload(tuple(t.detach() for t in output.tensors), output.structure, output.others)
         loss = self._loss_of(microbatch, result)
         if self._trains:
@@ -91,6 +93,8 @@ class StageWorker:
             if pairs:
                 torch.autograd.backward([edge for edge, _ in pairs], [g for _, g in pairs])
         elif live.loss is not None:
+            if live.received and not live.loss.requires_grad:
+                raise _no_gradient(stage)
             self._backward(live.loss)
         started = gradients is not None or live.loss is not None
         return self._input_gradients(stage, live, started=started)
@@ -98,12 +102,15 @@ class StageWorker:
     def _input_gradients(self, stage: int, live: _Live, *, started: bool) -> tuple[Tensor, ...]:
         floating = [tensor for tensor in live.received if tensor.is_floating_point()]
         if floating and started and all(tensor.grad is None for tensor in floating):
-            raise RuntimeError(
-                f"no gradient reached the activation that stage {stage} received: either its output does not depend on "
-                "it, or the step checkpoints with use_reentrant=True; use "
-                "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
-            )
+            raise _no_gradient(stage)
         return tuple(torch.zeros_like(t) if t.grad is None else t.grad for t in floating)
+
+
+def _no_gradient(stage: int) -> RuntimeError:
+    return RuntimeError(
+        f"no gradient reached the activation that stage {stage} received: either its output does not depend on it, or "
+        "the step checkpoints with use_reentrant=True; use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
+    )
 
 
 def _edge(tensor: Tensor) -> GradientEdge | None:
