@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from lightning_ptdp import batch as batches
 from lightning_ptdp.batch import Microbatch
+from lightning_ptdp.comm.collectives import summed_copy
 from lightning_ptdp.comm.groups import Groups
 from lightning_ptdp.comm.p2p import Messenger
 from lightning_ptdp.config import ParallelConfig, micro_batch_size
@@ -210,7 +211,8 @@ class Engine:
         last = self.num_stages - 1
 
         def user_step(stage: int, k: int) -> Any:
-            self._enter_streams(phase, number, k, stage, len(run.sizes))
+            if self._names_streams(run):
+                self._enter_streams(phase, number, k, stage)
             if not (trains and stage == last):
                 return step(microbatches[k], stage == last)
             counter = TargetCounter()
@@ -234,7 +236,7 @@ class Engine:
             return signatures[k]
 
         actions = self._actions(len(microbatches), trains=trains)
-        with self._streams.isolated(), self._blame(run):
+        with self._streams.isolated() if self._names_streams(run) else nullcontext(), self._blame(run):
             self._runtime.run(actions, worker, key, self._at)
 
     def _actions(self, num_microbatches: int, *, trains: bool) -> Sequence[Action]:
@@ -248,10 +250,11 @@ class Engine:
         )
         return _program(name, self._p, num_microbatches, v)[self.groups.at.pipeline]
 
-    def _enter_streams(self, phase: int, number: int, k: int, stage: int, num_microbatches: int) -> None:
-        """Name the random streams of a microbatch; a lone process with one microbatch keeps its generators."""
-        if self.groups.topology.world_size == 1 and num_microbatches == 1:
-            return
+    def _names_streams(self, run: BatchRun) -> bool:
+        """Whether random streams are named: a lone process with one microbatch keeps its generators, as they are."""
+        return self.groups.topology.world_size > 1 or len(run.sizes) > 1
+
+    def _enter_streams(self, phase: int, number: int, k: int, stage: int) -> None:
         self._streams.start(phase, number, self.groups.at.data, k)
         if self.skeleton is not None:
             self.skeleton.on_enter = lambda: self._streams.enter_stage(stage)
@@ -286,6 +289,12 @@ class Engine:
         """
         assert self.buffers is not None, "a batch was run"
         self.buffers.finish_batch(factor, is_first=is_first, is_only=is_first and is_last)
+
+    def sum_in_backward(self, module: nn.Module) -> None:
+        """For manual optimization: sum gradients over tensor peers as backward gives them, where a step's end would."""
+        for parameter, name in self.plain_names(module).items():
+            if name in self.placement.summed and parameter.requires_grad:
+                parameter.register_hook(partial(summed_copy, group=self.groups.tensor))
 
     def reduce_gradients(self) -> None:
         """Sum the window's gradients over tensor peers where a weight is used on each one's own heads, over replicas,

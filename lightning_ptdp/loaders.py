@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -23,7 +24,8 @@ def prepare(loader: object, groups: Groups, *, evaluates: bool, warn: Callable[[
     """
     if not isinstance(loader, DataLoader):
         return loader
-    if loader.num_workers > 0 and loader.worker_init_fn is None:
+    is_seeded = bool(int(os.environ.get("PL_SEED_WORKERS", "0")))  # by seed_everything(workers=True)
+    if loader.num_workers > 0 and loader.worker_init_fn is None and (is_seeded or groups.data.size() > 1):
         loader.worker_init_fn = partial(pl_worker_init_function, rank=groups.at.data)
     if groups.topology.data_parallel_size == 1:
         return loader

@@ -316,6 +316,8 @@ class PTDPStrategy(ParallelStrategy):
                 del optimizer.state[parameter]
         if module.automatic_optimization:
             self._bind()
+        else:
+            self.engine.sum_in_backward(module)
 
     def _trained(self) -> list[nn.Parameter]:
         members = [p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]]

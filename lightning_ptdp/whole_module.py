@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from lightning_ptdp.comm.collectives import broadcast_, gather_objects
 from lightning_ptdp.comm.groups import Groups
 
+_CHUNK = 1 << 18  # elements that are summed at once, so that a big table needs no second copy
+
 log = logging.getLogger(__name__)
 
 
@@ -77,6 +79,8 @@ def _checksum(tensor: Tensor) -> float | None:
     """A number that differs where values do, near enough; None on the meta device."""
     if tensor.is_meta:
         return None
-    values = tensor.detach().reshape(-1)
-    weights = torch.arange(1, len(values) + 1, device=tensor.device).remainder_(8191)
-    return float((values.double() * weights).sum().nan_to_num(nan=-1.0))
+    total = torch.zeros((), dtype=torch.float64, device=tensor.device)
+    weights = torch.arange(1, _CHUNK + 1, dtype=torch.float64, device=tensor.device)
+    for i, part in enumerate(tensor.detach().reshape(-1).split(_CHUNK)):
+        total += (part.double() * weights[: len(part)]).sum() * (i % 8191 + 1)
+    return float(total.nan_to_num(nan=-1.0))

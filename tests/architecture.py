@@ -34,7 +34,7 @@ _PURE = "config topology schedule"
 _COMPUTE = "comm kernels batch loss_weight outputs data_parallel tensor_parallel pipeline recompute"
 _FRONT = (
     f"engine checkpoint planner {_PURE} comm batch exchange failure outputs precision loaders logging metrics progress "
-    "whole_module strategy check tensor_parallel.random pipeline.partition pipeline.skeleton"
+    "whole_module layout strategy check tensor_parallel.random"
 )
 
 UNITS: dict[str, Unit] = {
@@ -54,6 +54,7 @@ UNITS: dict[str, Unit] = {
     "pipeline": _unit(2, f"comm {_PURE}", "torch"),
     "recompute": _unit(2, "tensor_parallel.random", "torch"),
     "checkpoint": _unit(3, f"comm tensor_parallel.shard {_PURE}", "torch"),
+    "layout": _unit(3, f"pipeline tensor_parallel {_PURE}", "torch"),
     "engine": _unit(3, f"{_PURE} {_COMPUTE}", "torch"),
     "precision": _unit(4, f"data_parallel.clip {_FRONT}", "torch lightning"),
     "loaders": _unit(4, f"data_parallel.sampler {_FRONT}", "torch lightning"),
@@ -82,6 +83,7 @@ SIDEWAYS_LAYERS = {4}
 # Where environment variables are read.
 ENVIRONMENT_READERS = {
     "kernels/build.py": "variables may steer a build",
+    "loaders.py": "Lightning's own switch for seeding workers, which it would read with the wrong rank",
     "cli": "variables may steer what a terminal shows",
     "cli.py": "the same",
 }

@@ -55,16 +55,30 @@ def reduce_by_name(tensor: Tensor, group: ProcessGroup, op: str | dist.ReduceOp.
     return all_reduce_(tensor.clone(), group, chosen)
 
 
+def summed_copy(tensor: Tensor, group: ProcessGroup) -> Tensor:
+    """The sum over the group, in a tensor of its own."""
+    return all_reduce_(tensor.clone(memory_format=torch.contiguous_format), group)
+
+
 def average_gradients(parameters: Iterable[nn.Parameter], group: ProcessGroup) -> None:
-    """Average the ``.grad`` of parameters over the group in place, in their order; missing ones count as zero."""
-    if group.size() == 1:
+    """Average the ``.grad`` of parameters over the group; where only some ranks have one, the others count as zero.
+
+    parameters: in an order that the ranks share.
+    """
+    members = [parameter for parameter in parameters if parameter.requires_grad]
+    if group.size() == 1 or not members:
         return
-    for parameter in parameters:
-        if parameter.requires_grad:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            all_reduce_(parameter.grad, group)
-            parameter.grad.div_(group.size())
+    flags = torch.tensor([parameter.grad is not None for parameter in members], dtype=torch.int32)
+    found = all_reduce_(flags, group, MAX).tolist()
+    by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
+    for parameter, has_gradient in zip(members, found, strict=True):
+        if has_gradient:
+            by_dtype.setdefault(parameter.dtype, []).append(parameter)
+    for alike in by_dtype.values():
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in alike]
+        flat = all_reduce_(torch.cat([g.reshape(-1) for g in gradients]), group).div_(group.size())
+        for parameter, part in zip(alike, flat.split([g.numel() for g in gradients]), strict=True):
+            parameter.grad = part.view(parameter.shape)
 
 
 def broadcast_(tensor: Tensor, source: int, group: ProcessGroup) -> Tensor:
@@ -150,13 +164,13 @@ class _CopyTo(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return all_reduce_(gradient.clone(memory_format=torch.contiguous_format), ctx.group), None
+        return summed_copy(gradient, ctx.group), None
 
 
 class _ReduceFrom(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: ProcessGroup) -> Tensor:
-        return all_reduce_(tensor.clone(memory_format=torch.contiguous_format), group)
+        return summed_copy(tensor, group)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:

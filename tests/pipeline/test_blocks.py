@@ -33,7 +33,8 @@ def test_named_list_is_taken():
 
 @pytest.mark.parametrize("name", ["c", "a.0", "a.weight"])
 def test_unknown_name_is_refused_with_those_that_exist(name):
-    module = nn.ModuleDict({"a": nn.ModuleList([nn.Linear(9, 9)]), "b": nn.Sequential(nn.Linear(2, 2))})
+    module = nn.Module()
+    module.a, module.b = nn.ModuleList([nn.Linear(9, 9)]), nn.Sequential(nn.Linear(2, 2))
     with pytest.raises(ValueError, match=rf"pipeline_blocks='{name}' is not an .* it has 'a', 'b'"):
         find_blocks(module, name)
 

@@ -55,8 +55,10 @@ def fit_until_stopped(folder, where):
     return trainer.current_epoch, float(best.best_model_score), best.best_model_path
 
 
-@pytest.mark.parametrize("where", ["before the model", "after the model", "at the end of the epoch"])
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize(
+    ("where", "world_size"),
+    [("before the model", 2), ("after the model", 2), ("at the end of the epoch", 2), ("after the model", 4)],
+)
 def test_all_ranks_stop_in_the_same_epoch_and_keep_the_same_checkpoint(where, world_size, tmp_path):
     results = run_spmd(fit_until_stopped, world_size=world_size, folder=str(tmp_path), where=where)
     assert results == [(4, 2.0, str(tmp_path / "epoch=1-val_loss=2.000.ckpt"))] * world_size

@@ -63,7 +63,7 @@ def run_script(command, folder):
         start_new_session=True,
     )
     try:
-        output, _ = child.communicate(timeout=110.0)
+        output, _ = child.communicate(timeout=300.0)
     finally:
         if child.poll() is None:
             os.killpg(child.pid, signal.SIGKILL)

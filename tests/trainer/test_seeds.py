@@ -16,7 +16,7 @@ from tests.models import GPT, texts
 from tests.oracle import ReplicaBatches, join, parallel, quiet_trainer, serial, train
 from tests.spmd import run_spmd
 
-LAYOUTS = [(1, 1, 1), (2, 1, 1), (2, 2, 1), (2, 1, 2), (1, 1, 2)]
+LAYOUTS = [(2, 2, 1), (2, 1, 2)]  # every row of test_layouts.py compares them too
 
 
 @pytest.mark.parametrize(("p", "v", "d"), LAYOUTS)

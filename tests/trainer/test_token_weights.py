@@ -45,7 +45,7 @@ def test_every_token_counts_the_same(kind, p, d, b):
     assert gradients == pytest.approx({"blocks.0.w": 1.8125, "blocks.1.w": 1.8125}, abs=1e-15)
 
 
-@pytest.mark.parametrize(("p", "d"), [(1, 2), (2, 1), (2, 2)])
+@pytest.mark.parametrize(("p", "d"), [(1, 2), (2, 1)])
 @pytest.mark.parametrize("kind", ["cross_entropy", "weight"])
 @pytest.mark.parametrize(
     ("rows", "mean"),
