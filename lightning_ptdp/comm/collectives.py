@@ -133,12 +133,12 @@ def all_gather_dim(tensor: Tensor, group: ProcessGroup, dim: int, length: int) -
     if len(set(sizes)) == 1:
         whole = moved.new_empty((length, *moved.shape[1:]))
         _all_gather_single(whole, moved, group=group)
-        return whole.movedim(0, dim)
+        return _moved_back(whole, dim)
     padded = moved.new_zeros((sizes[0], *moved.shape[1:]))
     padded[: len(moved)] = moved
     pieces = moved.new_empty((len(sizes), *padded.shape))
     _all_gather_single(pieces.flatten(0, 1), padded, group=group)
-    return torch.cat([piece[:size] for piece, size in zip(pieces, sizes, strict=True)]).movedim(0, dim)
+    return _moved_back(torch.cat([piece[:size] for piece, size in zip(pieces, sizes, strict=True)]), dim)
 
 
 def reduce_scatter_dim(tensor: Tensor, group: ProcessGroup, dim: int) -> Tensor:
@@ -148,7 +148,12 @@ def reduce_scatter_dim(tensor: Tensor, group: ProcessGroup, dim: int) -> Tensor:
     moved = tensor.movedim(dim, 0).contiguous()
     piece = moved.new_empty((len(moved) // group.size(), *moved.shape[1:]))
     _reduce_scatter_single(piece, moved, op=SUM, group=group)
-    return piece.movedim(0, dim)
+    return _moved_back(piece, dim)
+
+
+def _moved_back(tensor: Tensor, dim: int) -> Tensor:
+    """Dim 0 put at `dim`, contiguous and no view: autograd forbids editing views that a custom function returns."""
+    return tensor if dim % tensor.ndim == 0 else tensor.movedim(0, dim).contiguous()
 
 
 class _CopyTo(torch.autograd.Function):
@@ -187,7 +192,7 @@ class _ScatterTo(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: ProcessGroup, dim: int) -> Tensor:
         ctx.group, ctx.dim, ctx.length = group, dim, tensor.shape[dim]
-        return own_chunk(tensor, group, dim).contiguous()
+        return own_chunk(tensor, group, dim).clone(memory_format=torch.contiguous_format)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:

@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 from lightning_ptdp.tensor_parallel import forwards, sequence
 from lightning_ptdp.tensor_parallel.forwards import Forward
 from lightning_ptdp.tensor_parallel.peers import Peers
-from lightning_ptdp.tensor_parallel.plan import Placement, is_transposed
+from lightning_ptdp.tensor_parallel.plan import Placement, is_transposed, rotary_width
 from lightning_ptdp.tensor_parallel.random import SplitRegion
 
 _CONVERTED = "_ptdp_is_parallel"
@@ -39,7 +39,7 @@ def convert(
     for path, style in placement.styles.items():
         child = module.get_submodule(path)
         if _is_owned(path, style, owned):
-            make = _maker(path, style, child, widths, placement) if style != "sequence_parallel" else None
+            make = _maker(path, style, module, widths, placement) if style != "sequence_parallel" else None
             if style == "sequence_parallel" and blocks is not None and path.startswith(f"{blocks}."):
                 make = sequence.norm
             if make is not None:
@@ -77,9 +77,10 @@ def _is_owned(path: str, style: str, owned: dict[str, nn.Parameter]) -> bool:
 
 
 def _maker(  # noqa: PLR0911  one return a style
-    path: str, style: str, child: nn.Module, widths: dict[str, tuple[int, ...]], placement: Placement
+    path: str, style: str, module: nn.Module, widths: dict[str, tuple[int, ...]], placement: Placement
 ) -> Callable[[Any, Forward, Peers], Forward] | None:
     """What makes the parallel forward of a style; None where the module's own is right."""
+    child = module.get_submodule(path)
     if path in placement.heads:
         width = widths[f"{path}.weight"][0]
         return lambda m, f, p: forwards.vocabulary_head(m, f, p, width=width)
@@ -98,11 +99,14 @@ def _maker(  # noqa: PLR0911  one return a style
         return lambda m, f, p: forwards.rowwise(m, f, p, splits_input=style == "rowwise_split_input")
     if style == "embedding_rowwise":
         return lambda m, f, p: forwards.embedding_rowwise(m, f, p, vocabulary=widths[f"{path}.weight"][0])
+    if style == "mla_kv_a_proj":
+        rotary = rotary_width(module, path)
+        assert rotary is not None, "checked with the plan"
+        return lambda m, f, p: forwards.mla_kv_a_proj(m, f, p, width=rotary)
     simple: dict[str, Callable[[Any, Forward, Peers], Forward]] = {
         "embedding_colwise": forwards.embedding_colwise,
         "moe_tp_experts": forwards.moe_experts,
         "moe_identity_expert": forwards.moe_identity_expert,
-        "mla_kv_a_proj": forwards.mla_kv_a_proj,
         "all_reduce": forwards.all_reduce,
     }
     return simple.get(style)

@@ -141,14 +141,9 @@ def moe_identity_expert(module: nn.Module, forward: Forward, peers: Peers) -> Fo
     return parallel
 
 
-def mla_kv_a_proj(module: nn.Module, forward: Forward, peers: Peers) -> Forward:
-    """The rotary part of the output goes to every peer's own heads, past the column-parallel projection."""
-    width = getattr(getattr(module, "config", None), "qk_rope_head_dim", None)
-    if not isinstance(width, int):
-        raise ValueError(
-            f"style mla_kv_a_proj needs config.qk_rope_head_dim of its module, and {type(module).__name__} has none; "
-            "leave it out of the plan"
-        )
+def mla_kv_a_proj(module: nn.Module, forward: Forward, peers: Peers, *, width: int) -> Forward:  # noqa: ARG001
+    """The rotary part of the output (the last `width`) goes to every peer's own heads, past the column-parallel
+    projection."""
 
     def parallel(*args: Any, **kwargs: Any) -> Tensor:
         output = forward(*args, **kwargs)

@@ -96,7 +96,7 @@ class SplitLogits(Tensor):
         """Run `func` on the shards where that is the same, else on the joined logits."""
         kwargs = kwargs or {}
         first = args[0] if args else None
-        if func is _METHODS.__repr__:
+        if func in (_METHODS.__repr__, _METHODS.__format__):
             return f"SplitLogits(shape={tuple(_outline(args[0]).shape)}, vocabulary_dim={args[0].vocabulary_dim})"
         if isinstance(first, SplitLogits) and not first.is_edited:
             result = first._on_shard(func, args, kwargs)

@@ -320,6 +320,23 @@ def _misused(module: nn.Module, styles: Mapping[str, str]) -> Iterator[str]:
                 f"style {style!r} runs the plain product of nn.Linear, and {path!r} ({kind}) has a forward of its "
                 "own, which would be passed over; leave it out of the plan"
             )
+        elif style == "mla_kv_a_proj" and rotary_width(module, path) is None:
+            yield (
+                f"style {style!r} needs to know how many outputs of {path!r} are rotary, and no module around it has "
+                "qk_rope_head_dim, or config.qk_rope_head_dim; leave it out of the plan"
+            )
+
+
+def rotary_width(module: nn.Module, path: str) -> int | None:
+    """How many outputs of a compressed key projection are rotary, as the nearest module around it says."""
+    parts = path.split(".")
+    for length in range(len(parts), -1, -1):
+        holder = module.get_submodule(".".join(parts[:length]))
+        for place in (holder, getattr(holder, "config", None)):
+            width = getattr(place, "qk_rope_head_dim", None)
+            if isinstance(width, int):
+                return width
+    return None
 
 
 _ROW_STYLES = ("rowwise", "rowwise_split_input", "packed_rowwise")
