@@ -384,7 +384,8 @@ class PTDPStrategy(ParallelStrategy):
             report = self._share(run)
         self.engine.finish_batch(report.factor, is_first=place == 0, is_last=is_last)
         self.recorder.replay(report.logged, self.root_device)
-        loss = torch.tensor(report.loss, device=self.root_device)
+        dtype = torch.float64 if self.precision.precision == "64-true" else torch.float32
+        loss = torch.tensor(report.loss, dtype=dtype, device=self.root_device)
         return {"loss": loss, **self._share_outputs(run)}
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
