@@ -51,6 +51,11 @@ class PTDPPrecision(Precision):
         device = plugin.device if isinstance(plugin, MixedPrecision) else None
         return cls(str(plugin.precision), device)
 
+    @property
+    def loss_dtype(self) -> torch.dtype:
+        """Of losses: float32, or float64 in a run of that."""
+        return torch.float64 if self.precision == "64-true" else torch.float32
+
     def bind(self, norm_of: NormOf) -> None:
         """Take the function that knows the norm over all ranks."""
         self._norm_of = norm_of

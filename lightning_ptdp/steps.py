@@ -47,11 +47,12 @@ class Steps:
         accumulate: int,
         is_first: bool,
         is_last: bool,
+        loss_dtype: torch.dtype,
     ) -> dict[str, Any]:
         """Run forward and backward of a batch; its gradients join those of the accumulation window.
 
         args, kwargs: of the user's training_step, the batch first. number: of the batch in the run.
-        accumulate: batches a window. is_first, is_last: of the window.
+        accumulate: batches a window. is_first, is_last: of the window. loss_dtype: of the loss that is returned.
 
         Returns what the step would have returned for the whole batch: the loss, and what else was in its dict.
         """
@@ -62,7 +63,7 @@ class Steps:
             report = self._share(run, has_output=bool(extra))
         self._engine.finish_batch(report.factor, is_first=is_first, is_last=is_last)
         self._recorder.replay(report.logged, self._engine.device)
-        loss = torch.tensor(report.loss, device=self._engine.device)
+        loss = torch.tensor(report.loss, dtype=loss_dtype, device=self._engine.device)
         return {"loss": loss, **(self._from_last_stage(extra) if report.has_output else {})}
 
     def evaluate(

@@ -403,6 +403,7 @@ class PTDPStrategy(ParallelStrategy):
             accumulate=accumulate,
             is_first=loop.batch_idx % accumulate == 0,
             is_last=not self._blocks_sync,
+            loss_dtype=self.precision.loss_dtype,
         )
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:

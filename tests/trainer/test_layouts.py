@@ -91,6 +91,18 @@ LAYOUTS = {
     ),
     "tensor peers and pipeline": Layout(t=2, p=2, options={"tied": True}, make_batch=partial(texts, padded=True)),
     "tensor peers and replicas": Layout(t=2, d=2, options={"optimizer": "adamw", "lr": 0.01}, clip=0.1),
+    "tensor peers, batch whole": Layout(t=2, b=4),
+    "tensor peers, padded": Layout(t=2, make_batch=partial(texts, padded=True), b=2),
+    "tensor peers, accumulated": Layout(t=2, accumulate=2, sizes=(4, 4, 4), clip=0.1),
+    "tensor peers, clipped by value": Layout(t=2, clip=0.01, clip_algorithm="value"),
+    "tensor peers, interleaved": Layout(t=2, p=2, v=2, options={"tied": True}, clip=0.1),
+    "tensor peers and pipeline, uneven vocabulary": Layout(
+        t=2, p=2, options={"vocabulary": 61}, make_batch=partial(texts, vocabulary=61), b=2, accumulate=2, sizes=(4, 4)
+    ),
+    "tensor peers and replicas, padded and tied": Layout(
+        t=2, d=2, options={"tied": True}, make_batch=partial(texts, padded=True), sizes=(4, 6)
+    ),
+    "tensor peers of four": Layout(t=4, options={"tied": True}, make_batch=partial(texts, padded=True)),
     "asked split": Layout(p=2, strategy={"pipeline_split": (1, 3)}),
     "blocks that return tuples": Layout(p=2, model=PairNet, make_batch=points),
     "tuples, interleaved": Layout(p=2, v=2, model=PairNet, make_batch=points),

@@ -14,7 +14,7 @@ from tests.hygiene import seed_everything
 from tests.models import GPT, texts
 from tests.oracle import ReplicaBatches, assert_same, parallel, quiet_trainer, serial
 from tests.spmd import run_spmd
-from tests.trainer.test_layouts import PLAN
+from tests.trainer.test_layouts import PLAN, Layout
 from tests.trainer.test_refusals import refusals
 
 SEQUENCE_PLAN = PLAN | {"blocks.*.norm_1": "sequence_parallel", "blocks.*.norm_2": "sequence_parallel"}
@@ -63,6 +63,39 @@ def refused_sequence():
     return str(caught.value)
 
 
+# -- parts of the sequence -----------------------------------------------------------------------------------------
+
+SEQUENCE_LAYOUTS = {
+    "alone": Layout(t=2),
+    "tied, uneven vocabulary": Layout(
+        t=2, options={"tied": True, "vocabulary": 61}, make_batch=partial(texts, vocabulary=61), clip=0.1
+    ),
+    "pipeline": Layout(t=2, p=2, make_batch=partial(texts, padded=True)),
+    "interleaved": Layout(t=2, p=2, v=2, options={"tied": True}, accumulate=2, sizes=(4, 4)),
+    "replicas": Layout(t=2, d=2, options={"optimizer": "adamw", "lr": 0.01}, clip=0.1),
+    "peers of four": Layout(t=4, b=4),
+}
+
+
+@pytest.mark.parametrize("layout", SEQUENCE_LAYOUTS.values(), ids=SEQUENCE_LAYOUTS)
+def test_sequence_parallelism_gives_the_numbers_of_one_process(layout):
+    make = partial(GPT, **layout.options)
+    batches = [layout.make_batch(size, seed=i) for i, size in enumerate(layout.sizes)]
+    run, _ = parallel(
+        make,
+        batches,
+        trainer={"accumulate_grad_batches": layout.accumulate, "gradient_clip_val": layout.clip},
+        tensor_parallel_size=layout.t,
+        pipeline_parallel_size=layout.p,
+        data_parallel_size=layout.d,
+        virtual_pipeline_size=layout.v,
+        micro_batch_size=layout.b,
+        tensor_parallel_plan=SEQUENCE_PLAN,
+        sequence_parallel=True,
+    )
+    assert_same(run, serial(make, batches, accumulate=layout.accumulate, clip=layout.clip))
+
+
 # -- vocabulary of 61 (PO-20) --------------------------------------------------------------------------------------
 
 
@@ -80,7 +113,9 @@ def test_no_pad_row_enters_the_softmax(t):
     plan = {"tensor_parallel_plan": PLAN} if t > 1 else {}
     run, _ = parallel(ZeroHead, batches, tensor_parallel_size=t, micro_batch_size=4, **plan)
     assert run.losses[0] == pytest.approx(math.log(61), abs=1e-12)
-    assert_same(run, serial(ZeroHead, batches))
+    one = serial(ZeroHead, batches)
+    assert_same(run, one)
+    assert run.losses == pytest.approx(one.losses, abs=1e-12)
 
 
 # -- weights used on a part (PO-26) --------------------------------------------------------------------------------
