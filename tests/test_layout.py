@@ -29,13 +29,8 @@ def test_faults_of_stages_and_heads_are_told_together():
     faults = faults_of(GPT(hidden=12), t=3, p=5, plan=PLAN)
     assert len(faults) == 1 + 3, faults
     assert "p * v = 5 stages needs a block, and 'blocks' has 4" in faults[0]
-    assert [
-        name for name in ("query", "key", "value") if any(f"attention.{name}' has 4 heads" in f for f in faults)
-    ] == [
-        "query",
-        "key",
-        "value",
-    ]
+    for name, text in zip(("query", "key", "value"), faults[1:], strict=True):
+        assert f"'blocks.0.attention.{name}' has 4 heads, and tensor_parallel_size=3" in text
 
 
 def test_faults_of_a_plan_come_before_what_it_means():
