@@ -27,15 +27,10 @@ def test_one_rank_has_neither_stages_nor_shards():
 
 def test_faults_of_stages_and_heads_are_told_together():
     faults = faults_of(GPT(hidden=12), t=3, p=5, plan=PLAN)
-    assert len(faults) == 1 + 3, faults
+    assert len(faults) == 1 + 3, faults  # projections in the order of the module
     assert "p * v = 5 stages needs a block, and 'blocks' has 4" in faults[0]
-    assert [
-        name for name in ("query", "key", "value") if any(f"attention.{name}' has 4 heads" in f for f in faults)
-    ] == [
-        "query",
-        "key",
-        "value",
-    ]
+    for name, text in zip(("query", "value", "key"), faults[1:], strict=True):
+        assert f"'blocks.0.attention.{name}' has 4 heads, and tensor_parallel_size=3" in text
 
 
 def test_faults_of_a_plan_come_before_what_it_means():
