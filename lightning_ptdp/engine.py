@@ -37,7 +37,7 @@ from lightning_ptdp.schedule import Action, Program, Span, choose, generate, low
 from lightning_ptdp.tensor_parallel.agreement import disagreements
 from lightning_ptdp.tensor_parallel.convert import convert
 from lightning_ptdp.tensor_parallel.logits import join_all
-from lightning_ptdp.tensor_parallel.plan import Placement
+from lightning_ptdp.tensor_parallel.placement import Placement
 from lightning_ptdp.tensor_parallel.random import RandomStreams
 
 UserStep = Callable[[Microbatch, bool], Any]

@@ -14,15 +14,9 @@ from lightning_ptdp.config import ParallelConfig, divisors
 from lightning_ptdp.pipeline.blocks import find_blocks
 from lightning_ptdp.pipeline.partition import Partition, partition
 from lightning_ptdp.schedule import choose
-from lightning_ptdp.tensor_parallel.plan import (
-    Placement,
-    check_heads,
-    check_plan,
-    find_plan,
-    place,
-    suggestion,
-    with_sequence,
-)
+from lightning_ptdp.tensor_parallel.heads import check_heads
+from lightning_ptdp.tensor_parallel.placement import Placement, place, with_sequence
+from lightning_ptdp.tensor_parallel.plan import check_plan, find_plan, suggestion
 from lightning_ptdp.topology import Topology
 
 STATE_BYTES = 16  # a parameter: float32 weight and gradient, two moments of Adam

@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 from lightning_ptdp.tensor_parallel import forwards, sequence
 from lightning_ptdp.tensor_parallel.forwards import Forward
 from lightning_ptdp.tensor_parallel.peers import Peers
-from lightning_ptdp.tensor_parallel.plan import Placement, is_transposed, rotary_width
+from lightning_ptdp.tensor_parallel.placement import Placement, is_transposed, rotary_width
 from lightning_ptdp.tensor_parallel.random import SplitRegion
 
 _CONVERTED = "_ptdp_is_parallel"

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from lightning_ptdp.comm.collectives import chunk_sizes, copy_to, gather_from, reduce_from, scatter_to
 from lightning_ptdp.tensor_parallel.logits import SplitLogits
 from lightning_ptdp.tensor_parallel.peers import Peers
-from lightning_ptdp.tensor_parallel.plan import is_transposed
+from lightning_ptdp.tensor_parallel.placement import is_transposed
 from lightning_ptdp.tensor_parallel.sequence import SEQUENCE_DIM, sum_rows
 
 Forward = Callable[..., Any]

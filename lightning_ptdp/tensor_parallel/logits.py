@@ -59,6 +59,8 @@ class SplitLogits(Tensor):
     vocabulary_dim: int
     joined: Tensor | None
     is_edited: bool
+    source: SplitLogits | None
+    derive: Callable[[Tensor], Tensor] | None
 
     @staticmethod
     def make(shard: Tensor, group: ProcessGroup, vocabulary_dim: int, vocabulary: int) -> SplitLogits:
@@ -70,7 +72,9 @@ class SplitLogits(Tensor):
         shape[vocabulary_dim] = vocabulary
         outline = torch.full((), float("nan"), dtype=shard.dtype, device=shard.device).expand(shape)
         made = outline.as_subclass(SplitLogits)
-        made.shard, made.group, made.joined, made.is_edited = shard, group, None, False
+        made.shard, made.group = shard, group
+        made.joined, made.is_edited = None, False
+        made.source = made.derive = None
         made.vocabulary_dim = vocabulary_dim % shard.ndim
         return made
 
@@ -81,13 +85,33 @@ class SplitLogits(Tensor):
 
     def join(self) -> Tensor:
         """The whole logits; every peer must call it."""
+        if self.joined is None and self.source is not None and self.derive is not None and self.source.was_edited:
+            self.joined = self.derive(self.source.join())
         if self.joined is None:
             self.joined = gather_from(self.shard, self.group, self.vocabulary_dim, self.vocabulary)
         return self.joined
 
+    @property
+    def was_edited(self) -> bool:
+        """Whether the shard is out of date: these logits, or those that they are a view of, were written into."""
+        return self.is_edited or (self.source is not None and self.source.was_edited)
+
+    def _join_to_edit(self) -> Tensor:
+        """The whole logits, from now on the only ones; of a view, a view of its source's."""
+        if self.source is not None and self.derive is not None:
+            self.joined = self.derive(self.source._join_to_edit())
+        self.is_edited = True
+        return self.join()
+
     def _like(self, shard: Tensor, vocabulary_dim: int | None = None) -> SplitLogits:
         dim = self.vocabulary_dim if vocabulary_dim is None else vocabulary_dim
         return SplitLogits.make(shard, self.group, dim, self.vocabulary)
+
+    def _view(self, shard: Tensor, vocabulary_dim: int, derive: Callable[[Tensor], Tensor]) -> SplitLogits:
+        """A view of these logits. derive: makes it of the joined ones."""
+        view = self._like(shard, vocabulary_dim)
+        view.source, view.derive = self, derive
+        return view
 
     @classmethod
     def __torch_function__(
@@ -98,7 +122,7 @@ class SplitLogits(Tensor):
         first = args[0] if args else None
         if func in (_METHODS.__repr__, _METHODS.__format__):
             return f"SplitLogits(shape={tuple(_outline(args[0]).shape)}, vocabulary_dim={args[0].vocabulary_dim})"
-        if isinstance(first, SplitLogits) and not first.is_edited:
+        if isinstance(first, SplitLogits) and not first.was_edited:
             result = first._on_shard(func, args, kwargs)
             if result is not NotImplemented:
                 return result
@@ -107,14 +131,14 @@ class SplitLogits(Tensor):
         if func in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
+        edited = first if isinstance(first, SplitLogits) and _edits(func) else None
+        if edited is not None:
+            edited._join_to_edit()
         joined_args, joined_kwargs = pytree.tree_map(
             lambda leaf: leaf.join() if isinstance(leaf, SplitLogits) else leaf, (args, kwargs)
         )
         result = func(*joined_args, **joined_kwargs)
-        if isinstance(first, SplitLogits) and _edits(func):
-            first.is_edited = True  # from now on the joined logits are the logits
-            return first if result is first.joined else result
-        return result
+        return edited if edited is not None and result is edited.joined else result
 
     def _on_shard(  # noqa: PLR0911  one return a kind of operation
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -127,7 +151,7 @@ class SplitLogits(Tensor):
         if func in _OF_THE_SHARD:
             return func(self.shard, *args[1:], **kwargs)
         if func in _ELEMENTWISE and not any(_is_array(other) for other in others):
-            return self._like(func(self.shard, *args[1:], **kwargs))
+            return self._elementwise(func, args, kwargs)
         if func in _PERMUTATIONS:
             return self._permuted(func, args[1:], kwargs)
         if func in _RESHAPES:
@@ -138,10 +162,16 @@ class SplitLogits(Tensor):
             return self._cross_entropy(*args[1:], **kwargs)
         return NotImplemented
 
+    def _elementwise(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> SplitLogits:
+        result = func(self.shard, *args[1:], **kwargs)
+        if result is self.shard:  # a cast to the dtype that it has
+            return self._view(result, self.vocabulary_dim, lambda joined: joined)
+        return self._like(result)
+
     def _permuted(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> SplitLogits:
         labels = torch.empty(tuple(range(1, self.shard.ndim + 1)), device="meta")
         moved = func(labels, *args, **kwargs).shape.index(self.vocabulary_dim + 1)
-        return self._like(func(self.shard, *args, **kwargs), moved)
+        return self._view(func(self.shard, *args, **kwargs), moved, lambda joined: func(joined, *args, **kwargs))
 
     def _reshaped(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Views that leave the last dim, the vocabulary, alone."""
@@ -151,7 +181,8 @@ class SplitLogits(Tensor):
             shape = func(torch.empty(self.shape, device="meta"), *args[1:], **kwargs).shape
         if not shape or shape[-1] != self.vocabulary:
             return NotImplemented
-        return self._like(self.shard.reshape(*shape[:-1], self.shard.shape[-1]), len(shape) - 1)
+        reshaped = self.shard.reshape(*shape[:-1], self.shard.shape[-1])
+        return self._view(reshaped, len(shape) - 1, lambda joined: func(joined, *args[1:], **kwargs))
 
     def _indexed(self, index: Any) -> Any:
         """Indices of the leading dims, where the vocabulary is the last dim and is taken whole."""
@@ -168,7 +199,7 @@ class SplitLogits(Tensor):
         if any(isinstance(item, SplitLogits) for item in items):
             return NotImplemented
         picked = self.shard[tuple(items)]
-        return self._like(picked, picked.ndim - 1)
+        return self._view(picked, picked.ndim - 1, lambda joined: joined[index])
 
     def _cross_entropy(
         self,

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_ptdp.tensor_parallel.convert import convert
-from lightning_ptdp.tensor_parallel.plan import place
+from lightning_ptdp.tensor_parallel.placement import place
 from tests.models import GPT, texts
 from tests.spmd import spmd
 from tests.trainer.test_layouts import PLAN

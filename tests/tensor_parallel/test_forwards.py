@@ -12,7 +12,8 @@ from torch.nn import functional as F
 
 from lightning_ptdp.comm import collectives
 from lightning_ptdp.tensor_parallel.convert import convert
-from lightning_ptdp.tensor_parallel.plan import check_plan, place
+from lightning_ptdp.tensor_parallel.placement import place
+from lightning_ptdp.tensor_parallel.plan import check_plan
 from tests.spmd import run_spmd, spmd
 
 CPU = torch.device("cpu")

@@ -223,7 +223,6 @@ def test_edit_makes_it_the_joined_logits_for_good(name):
     same_as_plain(edited_then_used)
 
 
-@pytest.mark.xfail(strict=True, reason="what a view of split logits is edited to does not reach the logits")
 @spmd(world_size=2)
 def test_edit_of_a_view_reaches_the_logits():
     def edited_through_a_view(x):

@@ -3,16 +3,9 @@
 import pytest
 from torch import nn
 
-from lightning_ptdp.tensor_parallel.plan import (
-    STYLES,
-    check_heads,
-    check_plan,
-    find_plan,
-    match,
-    place,
-    suggestion,
-    with_sequence,
-)
+from lightning_ptdp.tensor_parallel.heads import check_heads
+from lightning_ptdp.tensor_parallel.placement import place, with_sequence
+from lightning_ptdp.tensor_parallel.plan import STYLES, check_plan, find_plan, match, suggestion
 from lightning_ptdp.tensor_parallel.shard import Shard
 from tests.models import GPT
 from tests.trainer.test_layouts import PLAN

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_ptdp.tensor_parallel.convert import convert
-from lightning_ptdp.tensor_parallel.plan import place, with_sequence
+from lightning_ptdp.tensor_parallel.placement import place, with_sequence
 from tests.models import Block
 from tests.spmd import run_spmd, spmd
 

@@ -8,7 +8,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from lightning_ptdp.tensor_parallel.plan import check_heads, find_plan, place
+from lightning_ptdp.tensor_parallel.heads import check_heads
+from lightning_ptdp.tensor_parallel.placement import place
+from lightning_ptdp.tensor_parallel.plan import find_plan
 from tests.models import texts
 from tests.oracle import assert_same, parallel, serial
 
