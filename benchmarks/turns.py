@@ -71,7 +71,7 @@ class Referee:
         self._programs: list[subprocess.Popen[bytes]] = []
 
     def start(self, contestant: Contestant, timeout_s: float = 180.0) -> None:
-        """Start a contestant and wait until every rank is at its gate.
+        """Start a contestant and wait until every rank has called.
 
         Raises:
             RuntimeError: it ended, or took too long.
@@ -91,11 +91,11 @@ class Referee:
                 wire = self._server.accept()[0].makefile("rw")
                 _hear(wire)
                 contestant.wires.append(wire)
-        for wire in contestant.wires:
-            _hear(wire)
 
     def turn(self, contestant: Contestant) -> None:
-        """One step of a contestant."""
+        """One step of a contestant, once every rank is at its gate."""
+        for wire in contestant.wires:
+            _hear(wire)
         for wire in contestant.wires:
             wire.write("go\n")
             wire.flush()
@@ -104,8 +104,6 @@ class Referee:
         contestant.cpu.append(sum(report["cpu"] for report in reports))
         contestant.losses.append(reports[0]["loss"])
         contestant.peak_mib = max(report["peak_mib"] for report in reports)
-        for wire in contestant.wires:
-            _hear(wire)
 
     def close(self) -> None:
         """End all programs."""
