@@ -231,7 +231,8 @@ def assert_same(run: Run, one: Run, *, tolerance: float = TOLERANCE) -> None:
     assert run.initial.keys() == one.initial.keys(), run.initial.keys() ^ one.initial.keys()
     for name, value in one.initial.items():
         assert torch.equal(run.initial[name], value), f"the initial {name} has other bits"
-    _assert_near({"loss": torch.tensor(run.losses, dtype=torch.float64)}, {"loss": torch.tensor(one.losses, dtype=torch.float64)}, "of all batches", tolerance)
+    losses, expected = (torch.tensor(each.losses, dtype=torch.float64) for each in (run, one))
+    _assert_near({"loss": losses}, {"loss": expected}, "of all batches", tolerance)
     for what in ("gradients", "weights"):
         steps, expected = getattr(run, what), getattr(one, what)
         assert len(steps) == len(expected), f"{len(steps)} optimizer steps where one process makes {len(expected)}"
