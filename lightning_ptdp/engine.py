@@ -80,7 +80,7 @@ class BatchRun:
 
 
 class Engine:
-    """Runs batches on a module that was split by `Engine.split`, or is whole on this rank."""
+    """Runs batches on a module that `set_up` split, or that is whole on this rank."""
 
     def __init__(self, config: ParallelConfig, groups: Groups, device: torch.device, seed: int) -> None:
         """seed: of the run's random streams, the same on every rank."""
@@ -270,8 +270,8 @@ class Engine:
             nonlocal unit
             result, counter = output
             loss = _loss_in(result)
-            is_alone = counts == 1
-            weight = Weight(1.0, 1.0) if is_alone else weigh(result, counter.calls, microbatches[k].num_samples)
+            rows = microbatches[k].num_samples
+            weight = weigh(result, counter.calls, rows) if counts > 1 else Weight(1.0, 1.0)
             if math.isnan(unit):
                 unit = weight.unit
                 run.scale = unit * counts

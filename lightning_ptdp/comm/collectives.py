@@ -31,11 +31,6 @@ _all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_ten
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
-def group_size(group: ProcessGroup) -> int:
-    """Number of ranks in the group."""
-    return group.size()
-
-
 def all_reduce_(tensor: Tensor, group: ProcessGroup, op: dist.ReduceOp.RedOpType = SUM) -> Tensor:
     """Reduce in place over the group, and return the tensor."""
     if group.size() > 1:

@@ -32,7 +32,7 @@ class HollowParameters:
     def __init__(self, module: nn.Module, names: Iterable[str], device: torch.device) -> None:
         """Replace the values of `names`, full names of parameters and buffers, and unregister them."""
         self._places: list[tuple[nn.Module, str, nn.Parameter | Tensor]] = []
-        self._orders: dict[nn.Module, tuple[list[str], list[str]]] = {}
+        self._orders: dict[nn.Module, list[str]] = {}
         values: dict[int, Tensor] = {}
         for name in names:
             path, _, leaf = name.rpartition(".")
@@ -45,7 +45,7 @@ class HollowParameters:
                 self._places.append((holder, leaf, tensor))
             else:
                 self._places.append((holder, leaf, nan_like(tensor, device)))
-            self._orders.setdefault(holder, (list(holder._parameters), list(holder._buffers)))
+            self._orders.setdefault(holder, list(holder._parameters))
         self.unregister()
 
     @property
@@ -66,8 +66,8 @@ class HollowParameters:
             if isinstance(tensor, nn.Parameter):
                 holder.__dict__.pop(leaf, None)
                 holder._parameters[leaf] = tensor
-        for holder, (parameters, _) in self._orders.items():
-            for leaf in parameters:
+        for holder, order in self._orders.items():
+            for leaf in order:
                 if leaf in holder._parameters:
                     holder._parameters[leaf] = holder._parameters.pop(leaf)
 
