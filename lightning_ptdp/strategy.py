@@ -7,12 +7,13 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment, TorchCheckpointIO
 from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.accelerators import Accelerator
@@ -28,9 +29,11 @@ from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
 from lightning_ptdp import loaders
-from lightning_ptdp.checkpoint.whole import WholeState
+from lightning_ptdp.checkpoint.contents import contents_of
+from lightning_ptdp.checkpoint.local_state import LocalState, check_names
+from lightning_ptdp.checkpoint.store import Store
 from lightning_ptdp.comm import collectives
-from lightning_ptdp.comm.groups import Groups, join_world, world
+from lightning_ptdp.comm.groups import Groups, join_world, world, world_copy
 from lightning_ptdp.config import Auto, ParallelConfig
 from lightning_ptdp.engine import Engine
 from lightning_ptdp.exchange import Exchange
@@ -80,6 +83,8 @@ class PTDPStrategy(ParallelStrategy):
         pipeline_split: blocks of each stage in stage order; None balances by cost, embeddings and head counted.
         first, last, shared: names of modules outside the blocks that run before them, after them, or on every stage,
             where the guess is wrong.
+        save_distributed_checkpoint: True saves a folder that all ranks write, False one ordinary file.
+        async_checkpoint: whether training goes on while a folder is written, once its tensors are copied.
         process_group_backend: of torch.distributed; None takes gloo on CPUs, NCCL with gloo for control on GPUs.
         timeout: of collectives.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: as in Lightning.
@@ -106,6 +111,8 @@ class PTDPStrategy(ParallelStrategy):
         first: Sequence[str] = (),
         last: Sequence[str] = (),
         shared: Sequence[str] = (),
+        save_distributed_checkpoint: bool = True,
+        async_checkpoint: bool = False,
         process_group_backend: str | None = None,
         timeout: timedelta = timedelta(minutes=30),
         accelerator: Accelerator | None = None,
@@ -142,6 +149,8 @@ class PTDPStrategy(ParallelStrategy):
             )
             if value != default
         ]
+        self._save_distributed_checkpoint, self._async_checkpoint = save_distributed_checkpoint, async_checkpoint
+        self._store: Store | None = None
         self._backend, self._timeout = process_group_backend, timeout
         self._faults: list[str] = []
         self._groups: Groups | None = None
@@ -497,35 +506,92 @@ class PTDPStrategy(ParallelStrategy):
 
     restore_checkpoint_after_setup = True
 
-    def _whole_state(self) -> WholeState:
-        return WholeState(self.groups, self.engine.state_names(self._module), self.engine.placement.shards)
+    @property
+    def store(self) -> Store:
+        """What saves and loads checkpoints."""
+        if self._store is None:
+            self._store = Store(self.groups.world, world_copy() if self._async_checkpoint else None)
+        return self._store
+
+    def _local_state(self) -> LocalState:
+        return LocalState(self.groups, self.engine.state_names(self._module), self.engine.placement.shards)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The plain module's state on global rank 0, empty elsewhere; every rank must call this."""
+        """What this rank holds of the plain module's state, under its names; every rank must save."""
         self._refuse_after_failure()
-        return self._whole_state().gather_module(self._module.state_dict())
-
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load this rank's part of a plain module's state."""
-        whole, given = self._whole_state(), checkpoint["state_dict"]
-        if strict:
-            whole.check_names(given)
-        mine = whole.cut_module(given, list(self._module.state_dict()))
-        self._module.load_state_dict(mine, strict=strict)
+        return dict(self._module.state_dict())
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """A plain optimizer's state on global rank 0, without values elsewhere; every rank must call this."""
-        self._refuse_after_failure()
+        """What this rank holds of the plain optimizer's state, by names of parameters; every rank must save."""
         plain = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
         names = self._optimizer_names[self.optimizers.index(plain)]
-        return self._whole_state().gather_optimizer(plain, names, self.engine.plain_names(self._module))
+        return self._local_state().optimizer_state(plain, names, self.engine.plain_names(self._module))
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
+        """Save a folder that all ranks write, or one file; every rank must call this.
+
+        Raises:
+            RuntimeError: on every rank, when one failed.
+        """
+        if storage_options is not None:
+            raise TypeError(
+                "PTDPStrategy saves through its own store, which takes no storage_options; leave them out, or write "
+                "them into a CheckpointIO given by plugins= with save_distributed_checkpoint=False"
+            )
+        path = str(self.broadcast(str(filepath)))
+        contents = contents_of(checkpoint, self._local_state(), self._shapes(), self.groups)
+        has_own_io = type(self.checkpoint_io) is not TorchCheckpointIO
+        if self._save_distributed_checkpoint and not has_own_io:
+            if "://" in path:
+                raise ValueError(
+                    f"a checkpoint folder is written to a mounted file system, got {path}; mount it, or use "
+                    "save_distributed_checkpoint=False"
+                )
+            self.store.save_folder(Path(path), contents)
+        elif has_own_io or "://" in path:
+            self.store.save_file(Path(path), contents, lambda whole: self.checkpoint_io.save_checkpoint(whole, path))
+        else:
+            self.store.save_file(Path(path), contents)
+
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        """Load a checkpoint that any layout saved, or no strategy: of a folder, what this rank holds."""
+        path = str(self.broadcast(str(checkpoint_path)))
+        has_own_io = type(self.checkpoint_io) is not TorchCheckpointIO
+        return self.store.load(
+            path,
+            self._local_state(),
+            self._module.state_dict(),
+            [self._shapes()] * len(self.optimizers),
+            (lambda: self.checkpoint_io.load_checkpoint(path, weights_only=weights_only))
+            if has_own_io or "://" in path
+            else None,
+            weights_only=weights_only,
+        )
+
+    def remove_checkpoint(self, filepath: str | Path) -> None:
+        """Delete a checkpoint, after a save that is under way."""
+        self.store.remove(Path(filepath), lambda: self.checkpoint_io.remove_checkpoint(filepath))
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load this rank's part of the plain module's state.
+
+        Raises:
+            RuntimeError: on every rank, if names are missing or unknown and strict.
+        """
+        local, held, given = self._local_state(), self._module.state_dict(), checkpoint["state_dict"]
+        if strict:
+            check_names(local.faults(given, held), self.groups.world)
+        self._module.load_state_dict(local.take_module(given, held), strict=strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load this rank's part of plain optimizers' states."""
-        whole, name_of = self._whole_state(), self.engine.plain_names(self._module)
+        local, name_of = self._local_state(), self.engine.plain_names(self._module)
         states = checkpoint["optimizer_states"]
         for optimizer, names, given in zip(self.optimizers, self._optimizer_names, states, strict=True):
-            optimizer.load_state_dict(whole.cut_optimizer(optimizer, names, name_of, given))
+            optimizer.load_state_dict(local.take_optimizer(given, optimizer, names, name_of))
+
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: tuple(p.shape) for p, name in self.engine.plain_names(self._module).items()}
 
     def _refuse_after_failure(self) -> None:
         if self._module.trainer.interrupted:
@@ -548,6 +614,9 @@ class PTDPStrategy(ParallelStrategy):
 
     def teardown(self) -> None:
         """Stop watching, and give the module its own `log` back."""
+        if self._store is not None:
+            store, self._store = self._store, None
+            store.close()
         if self._board is not None:
             self._board.__exit__()
         if self._steps is not None:

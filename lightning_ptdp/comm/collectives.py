@@ -101,6 +101,16 @@ def gather_objects(value: Any, group: ProcessGroup) -> list[Any]:
     return values
 
 
+def send_to(tensor: Tensor, destination: int) -> None:
+    """Send a contiguous tensor to global rank `destination`, which calls `receive_from`; for rare, large transfers."""
+    dist.send(tensor, dst=destination)
+
+
+def receive_from(tensor: Tensor, source: int) -> None:
+    """Overwrite a contiguous tensor with what global rank `source` sends."""
+    dist.recv(tensor, src=source)
+
+
 def barrier(group: ProcessGroup) -> None:
     """Wait until every rank of the group is here."""
     if group.size() > 1:

@@ -47,6 +47,13 @@ def world() -> ProcessGroup:
     return group
 
 
+def world_copy() -> ProcessGroup:
+    """Another group of all ranks, on the host, for messages that run beside those of the world; all ranks call it."""
+    group = dist.new_group(backend="gloo")
+    assert isinstance(group, ProcessGroup), "every rank belongs to it"
+    return group
+
+
 @dataclass(frozen=True)
 class Groups:
     """The groups that this rank belongs to, and where it stands in them."""

@@ -1,0 +1,340 @@
+"""A checkpoint as a folder, in the form that Lightning's `consolidate_checkpoint` tool reads.
+
+    __0_0.distcp ...   tensors, by torch.distributed.checkpoint     .metadata   where each lies
+    meta.pt            everything else, plain values                manifest.json   every file's size and checksum
+
+Tensors lie there under the names of the plain model, `model.<name>` and `optimizer_0.state.<name>.<key>`, with whole
+sizes; which rank wrote what part is of no interest to a reader.
+"""
+
+from __future__ import annotations
+
+import io
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadItemType,
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from lightning_ptdp.checkpoint.rectangles import Placed, Size
+
+META = "meta.pt"
+METADATA = ".metadata"
+
+_DAMAGE = (OSError, EOFError, RuntimeError)  # what torch raises on a file that is not what it wrote
+
+Keys = tuple[str | int, ...]
+"""What leads to a value in the nested checkpoint."""
+
+
+def key_of(path: Keys) -> str:
+    """The flat name of a value."""
+    return ".".join(map(str, path))
+
+
+def is_folder(path: str | Path) -> bool:
+    """Whether this is a checkpoint of this form, ours or Lightning's."""
+    return (Path(path) / METADATA).is_file() and (Path(path) / META).is_file()
+
+
+# -- writing ----------------------------------------------------------------------------------------------------------
+
+
+class _SavePlanner(dcp.DefaultSavePlanner):
+    """Plans what this rank writes. order: of names in the plain model."""
+
+    def __init__(self, tensors: Mapping[Keys, Placed], objects: Mapping[Keys, Any], order: Sequence[str]) -> None:
+        super().__init__()
+        self._tensors = {key_of(path): placed for path, placed in tensors.items()}
+        self._objects = {key_of(path): value for path, value in objects.items()}
+        self._paths = {key_of(path): path for path in (*tensors, *objects)}
+        self._order = order
+
+    def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
+        self.state_dict, self.mappings, self.is_coordinator = state_dict, self._paths, is_coordinator
+
+    def create_local_plan(self) -> SavePlan:
+        self.plan = SavePlan([*self._tensor_items(), *self._object_items()], planner_data=self._paths)
+        return self.plan
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        plans, metadata = super().create_global_plan(all_plans)
+        paths: Mapping[str, Keys] = metadata.planner_data
+        places = {name: i for i, name in enumerate(self._order)}
+
+        def place(key: str) -> tuple[bool, str, int]:
+            top, *rest = paths[key]
+            name = rest[0] if top == "model" else rest[1] if len(rest) > 1 else ""
+            return top != "model", str(top), places.get(str(name), len(places))
+
+        found = {key: metadata.state_dict_metadata[key] for key in sorted(metadata.state_dict_metadata, key=place)}
+        return plans, replace(metadata, state_dict_metadata=found)
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
+        index = write_item.index
+        if write_item.type == WriteItemType.BYTE_IO:
+            stream = io.BytesIO()
+            torch.save(self._objects[index.fqn], stream)
+            return stream
+        return _view_at(self._tensors[index.fqn], index)
+
+    def _tensor_items(self) -> Iterator[WriteItem]:
+        for key, placed in self._tensors.items():
+            for rectangle in placed.rectangles:
+                offset, size = torch.Size(rectangle.offset), rectangle.view.size()
+                yield WriteItem(
+                    index=MetadataIndex(key, offset),
+                    type=WriteItemType.SHARD,
+                    tensor_data=TensorWriteData(
+                        chunk=ChunkStorageMetadata(offset, size),
+                        properties=TensorProperties.create_from_tensor(rectangle.view),
+                        size=torch.Size(placed.size),
+                    ),
+                )
+
+    def _object_items(self) -> Iterator[WriteItem]:
+        for key in self._objects:
+            yield WriteItem(index=MetadataIndex(key), type=WriteItemType.BYTE_IO)
+
+
+def write(
+    folder: Path,
+    tensors: Mapping[Keys, Placed],
+    objects: Mapping[Keys, Any],
+    order: Sequence[str],
+    group: ProcessGroup,
+) -> dict[str, int]:
+    """Write this rank's share; every rank of the group calls it. Returns the checksums of the files it wrote.
+
+    tensors, objects: that this rank writes, and no other. order: of names in the plain model.
+
+    Raises:
+        RuntimeError: on every rank, when one of them failed.
+    """
+    writer = dcp.FileSystemWriter(folder)
+    files = _ChecksummingFileSystem()
+    writer.fs = files
+    planner = _SavePlanner(tensors, objects, order)
+    with _readable_errors(f"saving the checkpoint {folder} failed"):
+        dcp.save({}, storage_writer=writer, planner=planner, process_group=group)
+    return files.checksums
+
+
+class _ChecksummingFileSystem(FileSystem):
+    """Notes the CRC-32 of what is written."""
+
+    def __init__(self) -> None:
+        self.checksums: dict[str, int] = {}
+
+    @contextmanager
+    def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
+        with super().create_stream(path, mode) as stream:
+            if "w" not in mode:
+                yield stream
+                return
+            counting = _Checksum(stream)
+            yield counting
+            self.checksums[Path(path).name] = counting.value
+
+    def rename(self, path: Any, new_path: Any) -> None:
+        super().rename(path, new_path)
+        self.checksums[Path(new_path).name] = self.checksums.pop(Path(path).name)
+
+
+class _Checksum:
+    """A stream that is written from its beginning to its end."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream, self.value = stream, 0
+
+    def write(self, data: Any) -> int:
+        self.value = zlib.crc32(data, self.value)
+        return int(self._stream.write(data))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+# -- reading ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor in a checkpoint."""
+
+    size: Size
+    dtype: torch.dtype
+
+
+class Folder:
+    """A checkpoint folder that was written."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        with _named(self.path / METADATA):
+            self._metadata = dcp.FileSystemReader(self.path).read_metadata()
+        self._paths = self._metadata.planner_data or {}
+
+    def tensors(self, *prefix: str) -> dict[Keys, Stored]:
+        """Tensors below a prefix of keys, by what follows it."""
+        return {
+            path[len(prefix) :]: Stored(tuple(found.size), found.properties.dtype)
+            for path, found in self._below(prefix)
+            if isinstance(found, TensorStorageMetadata)
+        }
+
+    def objects(self, *prefix: str) -> list[Keys]:
+        """Values that are no tensors, below a prefix of keys."""
+        return [path[len(prefix) :] for path, found in self._below(prefix) if isinstance(found, BytesStorageMetadata)]
+
+    def meta(self, *, weights_only: bool | None) -> dict[str, Any]:
+        """Everything that is neither weight nor optimizer."""
+        with _named(self.path / META):
+            return cast(dict[str, Any], torch.load(self.path / META, map_location="cpu", weights_only=weights_only))
+
+    def read(self, tensors: Mapping[Keys, Placed], objects: Sequence[Keys] = ()) -> dict[Keys, Any]:
+        """Fill the views of what this rank holds; returns the objects.
+
+        Raises:
+            ValueError: a tensor is not in the checkpoint, or has another size there.
+            RuntimeError: a file is missing or damaged.
+        """
+        planner, reader = _LoadPlanner(tensors, objects), _Reader(self.path)
+        reader.set_up_storage_reader(self._metadata, is_coordinator=True)
+        planner.set_up_planner({}, self._metadata, is_coordinator=True)
+        with reader.naming_files():
+            reader.read_data(planner.create_local_plan(), planner).wait()
+        return planner.found
+
+    def _below(self, prefix: Keys) -> Iterator[tuple[Keys, Any]]:
+        for key, found in self._metadata.state_dict_metadata.items():
+            path = tuple(self._paths.get(key, tuple(key.split("."))))
+            if path[: len(prefix)] == prefix:
+                yield path, found
+
+
+class _LoadPlanner(LoadPlanner):
+    def __init__(self, tensors: Mapping[Keys, Placed], objects: Sequence[Keys]) -> None:
+        self._tensors = {key_of(path): placed for path, placed in tensors.items()}
+        self._objects = {key_of(path): path for path in objects}
+        self.found: dict[Keys, Any] = {}
+
+    def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
+        assert metadata is not None, "read before"
+        self._metadata = metadata
+
+    def create_local_plan(self) -> LoadPlan:
+        items: list[ReadItem] = []
+        for key, placed in self._tensors.items():
+            stored = self._metadata.state_dict_metadata.get(key)
+            if not isinstance(stored, TensorStorageMetadata) or tuple(stored.size) != placed.size:
+                found = tuple(stored.size) if isinstance(stored, TensorStorageMetadata) else "nothing"
+                raise ValueError(f"the checkpoint has {found} for {key!r}, and the module {placed.size}")
+            chunks = [ChunkStorageMetadata(torch.Size(r.offset), r.view.size()) for r in placed.rectangles]
+            items += create_read_items_for_chunk_list(key, stored, chunks)
+        for key in self._objects:
+            nothing, index = torch.Size((0,)), MetadataIndex(key)
+            items.append(ReadItem(LoadItemType.BYTE_IO, index, nothing, index, nothing, nothing))
+        return LoadPlan(items)
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        return global_plan
+
+    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
+        return central_plan
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        self.found[self._objects[read_item.dest_index.fqn]] = torch.load(value, weights_only=True)
+
+    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
+        view = _view_at(self._tensors[read_item.dest_index.fqn], read_item.dest_index)
+        for dim, (start, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
+            view = view.narrow(dim, start, length)
+        return view
+
+    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
+        pass  # `resolve_tensor` gave a view of the place where it belongs
+
+
+class _Reader(dcp.FileSystemReader):
+    """Reads, and says in an error which file it was."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.fs = self._files = _NamingFileSystem()
+
+    @contextmanager
+    def naming_files(self) -> Iterator[None]:
+        try:
+            yield
+        except _DAMAGE as error:
+            raise _damaged(self._files.current, error) from error
+
+
+class _NamingFileSystem(FileSystem):
+    """Remembers which file was opened last."""
+
+    current = Path()
+
+    @contextmanager
+    def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
+        self.current = Path(path)
+        with super().create_stream(path, mode) as stream:
+            yield stream
+
+
+def _view_at(placed: Placed, index: MetadataIndex) -> Tensor:
+    assert index.offset is not None, "every rectangle has one"
+    offset = tuple(index.offset)
+    return next(r.view for r in placed.rectangles if r.offset == offset)
+
+
+@contextmanager
+def _named(file: Path) -> Iterator[None]:
+    try:
+        yield
+    except _DAMAGE as error:
+        raise _damaged(file, error) from error
+
+
+def _damaged(file: Path, error: Exception) -> RuntimeError:
+    return RuntimeError(
+        f"the checkpoint file {file} is missing or damaged ({type(error).__name__}: {error}); load another checkpoint"
+    )
+
+
+@contextmanager
+def _readable_errors(what: str) -> Iterator[None]:
+    """Raise the first cause of a failure of several ranks, as an Exception."""
+    try:
+        yield
+    except CheckpointException as error:
+        rank, (cause, _) = min(error.failures.items())
+        raise RuntimeError(f"{what} on rank {rank}: {type(cause).__name__}: {cause}") from error

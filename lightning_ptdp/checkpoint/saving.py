@@ -1,0 +1,81 @@
+"""Writing a checkpoint folder together: prepared by one rank, written by all, given its name by one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed import ProcessGroup
+
+from lightning_ptdp.checkpoint import folder, whole_or_absent
+from lightning_ptdp.checkpoint.folder import Keys
+from lightning_ptdp.checkpoint.rectangles import Placed
+from lightning_ptdp.comm.collectives import gather_objects
+
+
+def save_folder(
+    path: Path,
+    tensors: Mapping[Keys, Placed],
+    objects: Mapping[Keys, Any],
+    meta: Mapping[str, Any],
+    order: Sequence[str],
+    group: ProcessGroup,
+) -> None:
+    """Save a checkpoint; every rank of the group calls it, and it is whole for all when it returns.
+
+    tensors, objects: that this rank writes, and no other. meta: everything else, of the group's first rank.
+    order: of names in the plain model.
+
+    Raises:
+        RuntimeError: on every rank, when one of them failed; what was there before is untouched.
+    """
+    is_first = group.rank() == 0
+    what = f"saving the checkpoint {path} failed"
+    together(lambda: whole_or_absent.prepare(path) if is_first else None, group, what)
+    checksums = folder.write(whole_or_absent.unfinished(path), tensors, objects, order, group)
+    everyone = gather_objects(checksums, group)
+
+    def finish() -> None:
+        meta_file = whole_or_absent.unfinished(path) / folder.META
+        torch.save(dict(meta), meta_file)
+        whole_or_absent.sync(meta_file)
+        merged = {name: crc for each in everyone for name, crc in each.items()}
+        whole_or_absent.commit(path, {**merged, folder.META: whole_or_absent.crc32(meta_file)})
+
+    together(finish if is_first else None, group, what)
+
+
+def verify(path: Path, group: ProcessGroup) -> None:
+    """Check every file of a checkpoint against its manifest, each rank some of them.
+
+    Raises:
+        RuntimeError: on every rank, with what is wrong.
+    """
+
+    def check() -> None:
+        mine = whole_or_absent.files(path)[group.rank() :: group.size()]
+        faults = [fault for file in mine if (fault := whole_or_absent.damage(file)) is not None]
+        if faults:
+            raise RuntimeError("; ".join(faults))
+
+    together(check, group, f"loading the checkpoint {path} failed")
+
+
+def together(act: Callable[[], Any] | None, group: ProcessGroup, what: str) -> None:
+    """Act on some ranks, and let all of them know how it went.
+
+    Raises:
+        RuntimeError: on every rank, with the first rank's cause.
+    """
+    failure: BaseException | None = None
+    try:
+        if act is not None:
+            act()
+    except Exception as error:
+        failure = error
+    told = gather_objects(None if failure is None else f"{type(failure).__name__}: {failure}", group)
+    for rank, text in enumerate(told):
+        if text is not None:
+            raise RuntimeError(f"{what} on rank {rank}: {text}") from failure

@@ -1,0 +1,178 @@
+"""A checkpoint as one ordinary file, gathered piece by piece: rank 0 never holds more than one whole tensor of it.
+
+Rank 0 writes a file whose tensors have their place and no values yet. Then each tensor in turn is put together from the
+ranks that hold it, and written where it belongs.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from lightning_ptdp.checkpoint.folder import Keys
+from lightning_ptdp.checkpoint.rectangles import Placed, Size, part
+from lightning_ptdp.comm.collectives import gather_objects, receive_from, send_to
+from lightning_ptdp.comm.groups import world
+
+_BLOCK = 1 << 24  # bytes that are sent at once
+
+Values = dict[Keys, Any]
+Assemble = Callable[[Values], dict[str, Any]]
+"""The nested checkpoint, on rank 0, of values by their keys."""
+
+
+@dataclass(frozen=True)
+class _Outline:
+    """A tensor that ranks hold together. pieces: rank, offset and size of each."""
+
+    size: Size
+    dtype: torch.dtype
+    pieces: tuple[tuple[int, Size, Size], ...]
+
+
+def save_file(path: Path, tensors: Mapping[Keys, Placed], objects: Mapping[Keys, Any], assemble: Assemble) -> None:
+    """Write one file on rank 0; every rank of the world calls it.
+
+    tensors, objects: that this rank contributes, and no other.
+    """
+    outlines, others = _outlines(tensors, objects)
+    if world().rank() != 0:
+        for _ in _gathered(outlines, tensors):
+            pass
+        return
+    with FakeTensorMode():
+        values: Values = {keys: torch.empty(o.size, dtype=o.dtype) for keys, o in outlines.items()}
+    aside = path.with_name(f".{path.name}.unfinished")
+    aside.parent.mkdir(parents=True, exist_ok=True)
+    places = _write_without_values(aside, assemble({**values, **others}))
+    with aside.open("r+b") as stream:
+        for tensor, offset in places:
+            if not _is_fake(tensor):
+                _write_at(stream, offset, torch.tensor([], dtype=torch.uint8).set_(tensor.cpu().untyped_storage()))
+        offset_of = {id(tensor): offset for tensor, offset in places}
+        for keys, tensor in _gathered(outlines, tensors):
+            if id(values[keys]) in offset_of:
+                _write_at(stream, offset_of[id(values[keys])], tensor)
+        stream.flush()
+        os.fsync(stream.fileno())
+    os.replace(aside, path)
+
+
+def gather_whole(tensors: Mapping[Keys, Placed], objects: Mapping[Keys, Any], assemble: Assemble) -> dict[str, Any]:
+    """The nested checkpoint with all values in the memory of rank 0; empty elsewhere."""
+    outlines, others = _outlines(tensors, objects)
+    values: Values = {keys: tensor.clone() for keys, tensor in _gathered(outlines, tensors)}
+    return assemble({**values, **others}) if world().rank() == 0 else {}
+
+
+def _outlines(tensors: Mapping[Keys, Placed], objects: Mapping[Keys, Any]) -> tuple[dict[Keys, _Outline], Values]:
+    """What all ranks hold together, the same on each, and the objects."""
+    mine = [
+        (keys, placed.size, [(r.offset, tuple(r.view.shape), r.view.dtype) for r in placed.rectangles])
+        for keys, placed in tensors.items()
+    ]
+    outlines: dict[Keys, _Outline] = {}
+    others: Values = {}
+    for rank, (held, values) in enumerate(gather_objects((mine, dict(objects)), world())):
+        others |= values
+        for keys, size, rectangles in held:
+            for offset, extent, dtype in rectangles:
+                before = outlines[keys].pieces if keys in outlines else ()
+                outlines[keys] = _Outline(size, dtype, (*before, (rank, offset, extent)))
+    return outlines, others
+
+
+def _gathered(outlines: Mapping[Keys, _Outline], tensors: Mapping[Keys, Placed]) -> Iterator[tuple[Keys, Tensor]]:
+    """On rank 0 each whole tensor in turn, on the host; other ranks send theirs meanwhile."""
+    me = world().rank()
+    for keys, outline in outlines.items():
+        views = {r.offset: r.view for r in tensors[keys].rectangles} if keys in tensors else {}
+        if me != 0:
+            for rank, offset, _ in outline.pieces:
+                if rank == me:
+                    for block in _blocks(views[offset]):
+                        send_to(block.detach().cpu().contiguous(), 0)
+            continue
+        whole = torch.empty(outline.size, dtype=outline.dtype)
+        for rank, offset, extent in outline.pieces:
+            place = part(whole, offset, extent)
+            if rank == me:
+                place.copy_(views[offset])
+                continue
+            for block in _blocks(place):
+                received = block if block.is_contiguous() else torch.empty_like(block)
+                receive_from(received, rank)
+                if received is not block:
+                    block.copy_(received)
+        yield keys, whole
+
+
+def _blocks(tensor: Tensor) -> Iterator[Tensor]:
+    """Parts along the first dim, small enough to be copied."""
+    if tensor.numel() == 0:
+        return
+    if tensor.ndim == 0:
+        yield tensor
+        return
+    row = tensor[0].numel() * tensor.element_size()
+    yield from tensor.split(max(1, _BLOCK // max(1, row)))
+
+
+# -- a file without values --------------------------------------------------------------------------------------------
+
+
+def _write_without_values(path: Path, checkpoint: dict[str, Any]) -> list[tuple[Tensor, int]]:
+    """Save everything but the values of tensors; returns every tensor and the offset of its storage in the file."""
+    with torch.serialization.skip_data(materialize_fake_tensors=True):
+        torch.save(checkpoint, path)
+    with FakeTensorMode():
+        saved = torch.load(path, weights_only=False)  # written a moment ago
+    mine, theirs = _tensors_in(checkpoint), _tensors_in(saved)
+    if [tuple(t.shape) for t in mine] != [tuple(t.shape) for t in theirs]:
+        raise RuntimeError(f"saving {path}: an object in the checkpoint holds other tensors once it is loaded")
+    return [(tensor, _offset_of(t)) for tensor, t in zip(mine, theirs, strict=True)]
+
+
+def _offset_of(tensor: Tensor) -> int:
+    """Of its storage in the file it was loaded from; PyTorch notes it on storages without values."""
+    offset = tensor.untyped_storage()._checkpoint_offset
+    assert offset is not None, "loaded without values"
+    return int(offset)
+
+
+class _Finder(pickle.Pickler):
+    """Meets every tensor of an object in the order of pickling."""
+
+    def __init__(self) -> None:
+        super().__init__(io.BytesIO(), protocol=2)
+        self.found: list[Tensor] = []
+
+    def persistent_id(self, obj: Any) -> int | None:
+        if not isinstance(obj, Tensor):
+            return None
+        self.found.append(obj)
+        return id(obj)
+
+
+def _tensors_in(value: Any) -> list[Tensor]:
+    finder = _Finder()
+    finder.dump(value)
+    return finder.found
+
+
+def _is_fake(tensor: Tensor) -> bool:
+    return hasattr(tensor, "fake_mode")
+
+
+def _write_at(stream: BinaryIO, offset: int, tensor: Tensor) -> None:
+    stream.seek(offset)
+    stream.write(tensor.reshape(-1).view(torch.uint8).numpy().data)

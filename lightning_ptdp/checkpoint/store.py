@@ -1,0 +1,142 @@
+"""Saves and loads a run's checkpoints: folders written by all ranks, or one ordinary file."""
+
+from __future__ import annotations
+
+import logging
+import zipfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed import ProcessGroup
+
+from lightning_ptdp.checkpoint import whole_or_absent
+from lightning_ptdp.checkpoint.background import Background
+from lightning_ptdp.checkpoint.contents import Contents, plain_checkpoint
+from lightning_ptdp.checkpoint.folder import Folder, is_folder
+from lightning_ptdp.checkpoint.local_state import LocalState
+from lightning_ptdp.checkpoint.rectangles import Size
+from lightning_ptdp.checkpoint.saving import save_folder, together, verify
+from lightning_ptdp.checkpoint.single import gather_whole, save_file
+
+log = logging.getLogger(__name__)
+
+SaveWhole = Callable[[dict[str, Any]], None]
+LoadWhole = Callable[[], dict[str, Any]]
+
+
+class Store:
+    """Every rank of the world calls its methods, with the same paths."""
+
+    def __init__(self, world: ProcessGroup, background_world: ProcessGroup | None = None) -> None:
+        """background_world: a group of all ranks for saves that go on beside training; None waits for each save."""
+        self._world, self._background_world = world, background_world
+        self._background = Background()
+
+    def save_folder(self, path: Path, contents: Contents) -> None:
+        """Save a folder; with a background group, return once the tensors are copied.
+
+        Raises:
+            RuntimeError: on every rank, when one failed; of a save in the background, at the next call.
+        """
+        if self._background_world is None:
+            _save(path, contents, self._world)
+            return
+        self._background.wait()
+        group, copied = self._background_world, contents.copied()
+        self._background.start(lambda: _save(path, copied, group))
+
+    def save_file(self, path: Path, contents: Contents, save_whole: SaveWhole | None = None) -> None:
+        """Save one ordinary file, the same that one process would save.
+
+        save_whole: what writes it on rank 0, of all tensors in memory; None writes piece by piece.
+
+        Raises:
+            RuntimeError: on every rank, when one failed.
+        """
+        self._background.wait()
+
+        def assemble(values: Mapping[Any, Any]) -> dict[str, Any]:
+            return plain_checkpoint(contents.rest, contents.order, values)
+
+        def act() -> None:
+            if save_whole is None:
+                if path.is_dir():
+                    whole_or_absent.remove(path)
+                save_file(path, contents.tensors, contents.objects, assemble)
+                return
+            whole = gather_whole(contents.tensors, contents.objects, assemble)
+            if self._world.rank() == 0:
+                save_whole(whole)
+
+        together(act, self._world, f"saving the checkpoint {path} failed")
+
+    def load(
+        self,
+        path: str,
+        local: LocalState,
+        module: Mapping[str, Any],
+        optimizers: Sequence[Mapping[str, Size]],
+        load_whole: LoadWhole | None,
+        *,
+        weights_only: bool | None,
+    ) -> dict[str, Any]:
+        """A checkpoint with this rank's part of the state, or, of one file, the whole.
+
+        module: the module's state, whose tensors are filled in place. optimizers: shapes of the parameters of each.
+        load_whole: reads a file that is not on a mounted file system.
+
+        Raises:
+            RuntimeError: on every rank, when a file is missing or damaged.
+        """
+        self._background.wait()
+        where = Path(path)
+        together(
+            (lambda: whole_or_absent.recover(where)) if self._world.rank() == 0 else None, self._world, "loading failed"
+        )
+        loaded: dict[str, Any] = {}
+        if is_folder(where):
+            verify(where, self._world)
+
+        def act() -> None:
+            if not is_folder(where):
+                loaded.update(_load_file(path, load_whole, weights_only=weights_only))
+                return
+            folder = Folder(where)
+            loaded.update(folder.meta(weights_only=weights_only))
+            loaded["state_dict"] = local.read_module(folder, module)
+            if folder.objects("optimizer_0"):
+                loaded["optimizer_states"] = [
+                    local.read_optimizer(folder, number, shapes) for number, shapes in enumerate(optimizers)
+                ]
+
+        together(act, self._world, f"loading the checkpoint {path} failed")
+        return loaded
+
+    def remove(self, path: Path, remove_whole: Callable[[], None]) -> None:
+        """Delete a checkpoint on rank 0, after the save that is under way.
+
+        remove_whole: deletes what is no folder of ours.
+        """
+        if self._world.rank() != 0:
+            return
+        self._background.after(lambda: whole_or_absent.remove(path) if is_folder(path) else remove_whole())
+
+    def close(self) -> None:
+        """Wait for a save that is under way."""
+        self._background.close()
+
+
+def _save(path: Path, contents: Contents, group: ProcessGroup) -> None:
+    save_folder(path, contents.tensors, contents.objects, contents.rest, contents.order, group)
+
+
+def _load_file(path: str, load_whole: LoadWhole | None, *, weights_only: bool | None) -> dict[str, Any]:
+    if load_whole is not None:
+        return load_whole()
+    if not Path(path).exists():
+        raise FileNotFoundError(f"there is no checkpoint {path}")
+    is_mappable = zipfile.is_zipfile(path)
+    loaded: dict[str, Any] = torch.load(path, map_location="cpu", mmap=is_mappable, weights_only=weights_only)
+    return loaded
