@@ -32,6 +32,7 @@ from lightning_ptdp import loaders
 from lightning_ptdp.checkpoint.contents import contents_of
 from lightning_ptdp.checkpoint.local_state import LocalState, check_names
 from lightning_ptdp.checkpoint.store import Store
+from lightning_ptdp.checkpoint.whole_or_absent import cut_off
 from lightning_ptdp.comm import collectives
 from lightning_ptdp.comm.groups import Groups, join_world, world, world_copy
 from lightning_ptdp.config import Auto, ParallelConfig
@@ -557,6 +558,8 @@ class PTDPStrategy(ParallelStrategy):
         """Load a checkpoint that any layout saved, or no strategy: of a folder, what this rank holds."""
         path = str(self.broadcast(str(checkpoint_path)))
         has_own_io = type(self.checkpoint_io) is not TorchCheckpointIO
+        for folder in cut_off(Path(path).parent):
+            rank_zero_warn(f"{folder} was passed over: its writing was cut off; {path} is loaded")
         return self.store.load(
             path,
             self._local_state(),

@@ -138,11 +138,11 @@ def test_a_fault_of_the_user_is_one_line_and_a_status(capsys, tmp_path):
     assert capsys.readouterr().err.startswith("ptdp data: every entry of paths must name a file")
 
 
-def test_a_missing_checkpoint_and_a_folder_are_told(capsys, tmp_path):
+def test_a_missing_checkpoint_and_another_folder_are_told(capsys, tmp_path):
     assert main(["generate", f"--ckpt={tmp_path}/no.ckpt"]) == 1
     assert "there is no checkpoint" in capsys.readouterr().err
     assert main(["generate", f"--ckpt={tmp_path}"]) == 1
-    assert "consolidate_checkpoint" in capsys.readouterr().err
+    assert "is no checkpoint: it has no .metadata and meta.pt" in capsys.readouterr().err
 
 
 def test_a_checkpoint_without_tokenizer_is_told(capsys, tmp_path):

@@ -202,6 +202,10 @@ class Folder:
             self._metadata = dcp.FileSystemReader(self.path).read_metadata()
         self._paths = self._metadata.planner_data or {}
 
+    def tops(self) -> list[str]:
+        """The first keys: "model", "optimizer_0", ..."""
+        return sorted({str(path[0]) for path, _ in self._below(())})
+
     def tensors(self, *prefix: str) -> dict[Keys, Stored]:
         """Tensors below a prefix of keys, by what follows it."""
         return {

@@ -2,12 +2,14 @@
 
 import logging
 from importlib import import_module
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import torch
 from tokenizers import Tokenizer
 
+from lightning_ptdp.checkpoint.reading import read_checkpoint
 from lightning_ptdp.data import TextDataModule
 from lightning_ptdp.data.tokenizer import end_of_text
 
@@ -28,7 +30,7 @@ def generate(
     """Continue a text with a trained GPT. The checkpoint alone is enough: it holds the tokenizer too.
 
     Args:
-        ckpt: a checkpoint file that the GPT recipe wrote, under any strategy.
+        ckpt: a checkpoint, folder or file, that the GPT recipe wrote, under any strategy.
         prompt: the text to continue; an empty one starts a document.
         max_new_tokens: tokens to draw; the end of the document stops earlier.
         temperature: under 1 prefers likely tokens, 0 takes the likeliest.
@@ -37,8 +39,9 @@ def generate(
     """
     recipe = import_module("lightning_ptdp.recipes.gpt")
     path = Path(ckpt)
-    tokenizer = tokenizer_of(load_checkpoint(path), path)
-    module = recipe.GPTModule.load_from_checkpoint(path, map_location="cpu", weights_only=True)
+    checkpoint = read_checkpoint(path, optimizers=False)
+    tokenizer = tokenizer_of(checkpoint, path)
+    module = recipe.GPTModule.load_from_checkpoint(in_memory(checkpoint), map_location="cpu", weights_only=True)
     log.info("generating: at most %d tokens with %s", max_new_tokens, path)
     ids = torch.tensor([encode_prompt(tokenizer, prompt)])
     drawn = recipe.generate(
@@ -52,21 +55,12 @@ def generate(
     say(prompt + continuation(tokenizer, drawn[0, ids.shape[1] :].tolist()))
 
 
-def load_checkpoint(path: Path) -> dict[str, Any]:
-    """Read a checkpoint file, without running any code in it.
-
-    Raises:
-        ValueError: there is no such file, or it is a folder of shards.
-    """
-    if path.is_dir():
-        raise ValueError(
-            f"generation reads one file; {path} is a folder of shards: join them with "
-            f"python -m lightning.pytorch.utilities.consolidate_checkpoint {path} and give the file that it writes"
-        )
-    if not path.is_file():
-        raise ValueError(f"there is no checkpoint {path} (seen from {Path.cwd()})")
-    checkpoint: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    return checkpoint
+def in_memory(checkpoint: dict[str, Any]) -> BytesIO:
+    """A checkpoint as a file, for readers that take nothing else."""
+    stream = BytesIO()
+    torch.save(checkpoint, stream)
+    stream.seek(0)
+    return stream
 
 
 def tokenizer_of(checkpoint: dict[str, Any], path: Path) -> Tokenizer:

@@ -62,7 +62,7 @@ def run_command(name: str, arguments: Sequence[str]) -> int:
     values.pop("config")
     try:
         function(**values)
-    except (ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError) as error:
         say(f"ptdp {name}: {error}", error=True)
         return 1
     return 0
