@@ -515,7 +515,10 @@ class PTDPStrategy(ParallelStrategy):
         return self._store
 
     def _local_state(self) -> LocalState:
-        return LocalState(self.groups, self.engine.state_names(self._module), self.engine.placement.shards)
+        names, shards = self.engine.state_names(self._module), self.engine.placement.shards
+        plain = LocalState(self.groups, names, shards)
+        trained = {name: plain.place(name, p.shape) for p, name in self.engine.plain_names(self._module).items()}
+        return LocalState(self.groups, names, shards, trained)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """What this rank holds of the plain module's state, under its names; every rank must save."""
@@ -540,7 +543,7 @@ class PTDPStrategy(ParallelStrategy):
                 "them into a CheckpointIO given by plugins= with save_distributed_checkpoint=False"
             )
         path = str(self.broadcast(str(filepath)))
-        contents = contents_of(checkpoint, self._local_state(), self._shapes(), self.groups)
+        contents = contents_of(checkpoint, self._local_state(), self.groups)
         has_own_io = type(self.checkpoint_io) is not TorchCheckpointIO
         if self._save_distributed_checkpoint and not has_own_io:
             if "://" in path:
@@ -564,7 +567,7 @@ class PTDPStrategy(ParallelStrategy):
             path,
             self._local_state(),
             self._module.state_dict(),
-            [self._shapes()] * len(self.optimizers),
+            len(self.optimizers),
             (lambda: self.checkpoint_io.load_checkpoint(path, weights_only=weights_only))
             if has_own_io or "://" in path
             else None,
@@ -592,9 +595,6 @@ class PTDPStrategy(ParallelStrategy):
         states = checkpoint["optimizer_states"]
         for optimizer, names, given in zip(self.optimizers, self._optimizer_names, states, strict=True):
             optimizer.load_state_dict(local.take_optimizer(given, optimizer, names, name_of))
-
-    def _shapes(self) -> dict[str, tuple[int, ...]]:
-        return {name: tuple(p.shape) for p, name in self.engine.plain_names(self._module).items()}
 
     def _refuse_after_failure(self) -> None:
         if self._module.trainer.interrupted:

@@ -36,17 +36,15 @@ class Contents:
         )
 
 
-def contents_of(
-    checkpoint: Mapping[str, Any], local: LocalState, shapes: Mapping[str, tuple[int, ...]], groups: Groups
-) -> Contents:
+def contents_of(checkpoint: Mapping[str, Any], local: LocalState, groups: Groups) -> Contents:
     """Take a checkpoint apart; every rank of the world calls it.
 
-    checkpoint: as the Trainer dumped it, with this rank's state in it. shapes: of the parameters that this rank holds.
+    checkpoint: as the Trainer dumped it, with this rank's state in it.
     """
     rest = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
     tensors, objects = local.module_entries(checkpoint["state_dict"])
     for number, state in enumerate(checkpoint.get("optimizer_states", ())):
-        more, others = local.optimizer_entries(number, state, shapes)
+        more, others = local.optimizer_entries(number, state)
         tensors |= more
         objects |= others
         if not any(gather_objects(bool(state["state"]), groups.world)):

@@ -10,6 +10,8 @@ A tensor of an optimizer that has the shape of its parameter lies where the para
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -18,7 +20,7 @@ from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
 from lightning_ptdp.checkpoint.folder import Folder, Keys
-from lightning_ptdp.checkpoint.rectangles import Place, Placed, Size
+from lightning_ptdp.checkpoint.rectangles import Place, Placed, Run
 from lightning_ptdp.comm.collectives import gather_objects
 from lightning_ptdp.comm.groups import Groups
 from lightning_ptdp.tensor_parallel.shard import Shard
@@ -30,9 +32,18 @@ GroupNames = Sequence[Sequence[str]]
 class LocalState:
     """Names and places of what this rank holds, in one layout."""
 
-    def __init__(self, groups: Groups, names: Sequence[str], shards: Mapping[str, Shard]) -> None:
-        """names: of the plain module's state, in order. shards: of what tensor peers split, by name."""
-        self._groups, self.names, self._shards = groups, tuple(names), shards
+    def __init__(
+        self,
+        groups: Groups,
+        names: Sequence[str],
+        shards: Mapping[str, Shard],
+        trained: Mapping[str, Place | Run] = MappingProxyType({}),
+    ) -> None:
+        """names: of the plain module's state, in order. shards: of what tensor peers split, by name.
+
+        trained: where the parameters that this rank's optimizers step lie.
+        """
+        self._groups, self.names, self._shards, self._trained = groups, tuple(names), shards, trained
 
     def place(self, name: str, shape: Sequence[int]) -> Place:
         """Where the local tensor of this name lies. shape: of the local tensor."""
@@ -46,7 +57,9 @@ class LocalState:
     def module_entries(self, state: Mapping[str, Any]) -> tuple[dict[Keys, Placed], dict[Keys, Any]]:
         """Tensors and other values of a module's state that this rank holds, by their place in a checkpoint."""
         tensors, objects = _split({("model", name): value for name, value in state.items()})
-        return {keys: self.place(str(keys[1]), t.shape).of(t) for keys, t in tensors.items()}, objects
+        return {
+            keys: self._place_in_module(str(keys[1]), tensor).of(tensor) for keys, tensor in tensors.items()
+        }, objects
 
     def read_module(self, folder: Folder, state: Mapping[str, Any]) -> dict[str, Any]:
         """Fill the tensors of a module's state from a checkpoint, in place.
@@ -57,7 +70,7 @@ class LocalState:
         tensors, _ = _split({name: value for name, value in state.items() if name in stored})
         strange = {n: torch.empty(s.size, dtype=s.dtype) for n, s in stored.items() if n not in self.names}
         placed: dict[Keys, Placed] = {}
-        placed |= {("model", name): self.place(name, tensor.shape).of(tensor) for name, tensor in tensors.items()}
+        placed |= {("model", name): self._place_in_module(name, tensor).of(tensor) for name, tensor in tensors.items()}
         placed |= {("model", name): Place.whole(tuple(tensor.shape)).of(tensor) for name, tensor in strange.items()}
         objects: list[Keys] = [("model", *name) for name in folder.objects("model")]
         found = {str(keys[1]): value for keys, value in folder.read(placed, objects).items()}
@@ -65,28 +78,31 @@ class LocalState:
 
     def take_module(self, given: Mapping[str, Any], state: Mapping[str, Any]) -> dict[str, Any]:
         """What this rank holds of a state that is given whole, or as `read_module` returned it."""
-        return {name: self._fitted(name, given[name], held) for name, held in state.items() if name in given}
+        return {
+            name: _fitted(given[name], self._place_in_module(name, held)) if isinstance(held, Tensor) else given[name]
+            for name, held in state.items()
+            if name in given
+        }
 
     def faults(self, given: Mapping[str, Any], state: Mapping[str, Any]) -> tuple[list[str], list[str]]:
         """Names that this rank misses in a given state, and names that no rank has a place for."""
         return sorted(set(state) - set(given)), sorted(set(given) - set(self.names))
 
-    def _fitted(self, name: str, value: Any, held: Any) -> Any:
-        if not isinstance(value, Tensor) or not isinstance(held, Tensor) or value.shape == held.shape:
-            return value
-        place = self.place(name, held.shape)
-        if tuple(value.shape) != place.size:
-            return value
-        local = value.new_empty(place.shape)
-        place.of(local).take(value)
-        return local
+    def _place_in_module(self, name: str, tensor: Tensor) -> Place | Run:
+        trained = self._trained.get(name)
+        if trained is not None and trained.shape == tuple(tensor.shape):
+            return trained
+        return self.place(name, tensor.shape)
 
     # -- an optimizer ----------------------------------------------------------------------------------------------
 
     def optimizer_state(
         self, optimizer: Optimizer, names: GroupNames, name_of: Mapping[nn.Parameter, str]
     ) -> dict[str, Any]:
-        """The state by name, what this rank holds of it, and the groups with the whole model's names."""
+        """The state by name, what this rank holds of it, and the groups with the whole model's names.
+
+        names: of the whole model's parameters. name_of: the parameters that the optimizer holds here.
+        """
         members = [p for group in optimizer.param_groups for p in group["params"] if p in optimizer.state]
         return {
             "state": {name_of[p]: dict(optimizer.state[p]) for p in members},
@@ -96,48 +112,56 @@ class LocalState:
             ],
         }
 
-    def optimizer_entries(
-        self, number: int, state: Mapping[str, Any], shapes: Mapping[str, Size]
-    ) -> tuple[dict[Keys, Placed], dict[Keys, Any]]:
-        """Tensors and other values of optimizer `number` that this rank holds, by their place in a checkpoint.
-
-        shapes: of the parameters that this rank holds, by name.
-        """
+    def optimizer_entries(self, number: int, state: Mapping[str, Any]) -> tuple[dict[Keys, Placed], dict[Keys, Any]]:
+        """Tensors and other values of optimizer `number` that this rank holds, by their place in a checkpoint."""
         top = f"optimizer_{number}"
-        tensors, objects = _split(
-            {
-                (top, "state", name, key): value
-                for name, values in state["state"].items()
-                for key, value in values.items()
-            }
-        )
-        placed = {keys: self._place_of_state(str(keys[2]), t, shapes).of(t) for keys, t in tensors.items()}
+        values: dict[Keys, Any] = {
+            (top, "state", name, key): value
+            for name, state_of in state["state"].items()
+            for key, value in state_of.items()
+        }
+        tensors, objects = _split(values)
+        placed: dict[Keys, Placed] = {}
+        for keys, tensor in tensors.items():
+            found = self._placed_state(str(keys[2]), tensor)
+            if found is not None:
+                placed[keys] = found
         return placed, {**objects, (top, "param_groups"): state["param_groups"]}
 
-    def _place_of_state(self, name: str, value: Tensor, shapes: Mapping[str, Size]) -> Place:
-        shape = tuple(value.shape)
-        return self.place(name, shape) if shape == shapes.get(name) else Place.whole(shape)
+    def _placed_state(self, name: str, tensor: Tensor) -> Placed | None:
+        """Of an optimizer's tensor; None where another replica has it."""
+        trained = self._trained[name]
+        if tuple(tensor.shape) == trained.shape:
+            return trained.of(tensor)
+        whole = Place.whole(tuple(tensor.shape)).of(tensor)
+        if isinstance(trained, Place):
+            return whole
+        return (
+            replace(whole, on_tensor_peers=trained.place.on_tensor_peers, on_replicas=False)
+            if trained.start == 0
+            else None
+        )
 
-    def read_optimizer(self, folder: Folder, number: int, shapes: Mapping[str, Size]) -> dict[str, Any]:
-        """The state of optimizer `number` in a checkpoint, what this rank holds of it.
-
-        shapes: of the parameters that this rank holds, by name.
-        """
+    def read_optimizer(self, folder: Folder, number: int) -> dict[str, Any]:
+        """The state of optimizer `number` in a checkpoint, what this rank holds of it."""
         top = f"optimizer_{number}"
         state: dict[str, dict[str, Any]] = {}
         placed: dict[Keys, Placed] = {}
-        for (name, key), stored in _below(folder.tensors(top, "state")):
-            if name not in shapes:
+        for path, stored in folder.tensors(top, "state").items():
+            name, key = map(str, path)
+            place = self._trained.get(name)
+            if place is None:
                 continue
-            place = self.place(name, shapes[name])
             place = place if place.size == stored.size else Place.whole(stored.size)
             tensor = torch.empty(place.shape, dtype=stored.dtype)
             state.setdefault(name, {})[key] = tensor
             placed[top, "state", name, key] = place.of(tensor)
-        objects = [(top, *keys) for keys in folder.objects(top) if len(keys) < 2 or keys[1] in shapes]
+        objects: list[Keys] = [
+            (top, *keys) for keys in folder.objects(top) if len(keys) < 2 or keys[1] in self._trained
+        ]
         found = folder.read(placed, objects)
         for keys, value in found.items():
-            if keys[1] == "state" and len(keys) == 4:
+            if len(keys) == 4:
                 state.setdefault(str(keys[2]), {})[str(keys[3])] = value
         return {"state": state, "param_groups": found[top, "param_groups"]}
 
@@ -152,16 +176,25 @@ class LocalState:
         known_as = _numbering(given["param_groups"], names)
         state: dict[int, dict[str, Any]] = {}
         groups: list[dict[str, Any]] = []
-        place = 0
+        number = 0
         for group, options in zip(optimizer.param_groups, given["param_groups"], strict=True):
-            groups.append({**options, "params": list(range(place, place + len(group["params"])))})
+            groups.append({**options, "params": list(range(number, number + len(group["params"])))})
             for parameter in group["params"]:
                 name = name_of[parameter]
                 values = given["state"].get(known_as[name])
                 if values is not None:
-                    state[place] = {key: self._fitted(name, value, parameter) for key, value in values.items()}
-                place += 1
+                    state[number] = {key: _fitted(value, self._trained[name]) for key, value in values.items()}
+                number += 1
         return {"state": state, "param_groups": groups}
+
+
+def _fitted(value: Any, place: Place | Run) -> Any:
+    """The local part of a value that is given whole; others as they are."""
+    if not isinstance(value, Tensor) or tuple(value.shape) != place.size or place.size == place.shape:
+        return value
+    local = value.new_empty(place.shape)
+    place.of(local).take(value)
+    return local
 
 
 def _numbering(groups: Sequence[Mapping[str, Any]], names: GroupNames) -> dict[str, int | str]:
@@ -191,10 +224,6 @@ def _in_order(theirs: Sequence[int | str], members: Sequence[str]) -> Sequence[i
             f"not, and lacks {sorted(set(members) - names)}; configure the optimizer as the run that saved did"
         )
     return members
-
-
-def _below(found: Mapping[Keys, Any]) -> list[tuple[tuple[str, str], Any]]:
-    return [((str(keys[0]), str(keys[1])), value) for keys, value in found.items()]
 
 
 def _split(values: Mapping[Any, Any]) -> tuple[dict[Any, Tensor], dict[Any, Any]]:

@@ -30,14 +30,14 @@ class Rectangle:
 class Placed:
     """What a rank holds of a tensor.
 
-    size: of the whole. rectangles: disjoint; none where the rank holds nothing. is_shared: whether tensor peers and
-    replicas hold the same, else only replicas do. is_alone: whether no other rank holds it.
+    size: of the whole. rectangles: disjoint; none where the rank holds nothing. on_tensor_peers, on_replicas: whether
+    those ranks hold the same.
     """
 
     size: Size
     rectangles: tuple[Rectangle, ...]
-    is_shared: bool = True
-    is_alone: bool = False
+    on_tensor_peers: bool = True
+    on_replicas: bool = True
 
     def copied(self) -> Placed:
         """The same, in host memory of its own."""
@@ -66,12 +66,12 @@ class Place:
     size: Size
     shape: Size
     boxes: tuple[_Box, ...]
-    is_shared: bool
+    on_tensor_peers: bool
 
     @classmethod
     def whole(cls, size: Size) -> Place:
         """Of a tensor that the rank holds whole."""
-        return cls(size, size, (_Box((0,) * len(size), (0,) * len(size), size),), is_shared=True)
+        return cls(size, size, (_Box((0,) * len(size), (0,) * len(size), size),), on_tensor_peers=True)
 
     @classmethod
     def sharded(cls, shape: Size, shard: Shard, rank: int, size: int) -> Place:
@@ -85,28 +85,49 @@ class Place:
             start += piece.length
         whole = list(shape)
         whole[shard.dim] = sum(shard.sections)
-        return cls(tuple(whole), shape, tuple(boxes), is_shared=False)
+        return cls(tuple(whole), shape, tuple(boxes), on_tensor_peers=False)
 
     def of(self, local: Tensor) -> Placed:
-        """The whole local tensor."""
+        """A local tensor that lies here."""
         found = tuple(Rectangle(box.offset, part(local, box.local, box.extent)) for box in self.boxes)
-        return Placed(self.size, found, is_shared=self.is_shared)
+        return Placed(self.size, found, self.on_tensor_peers)
 
-    def of_run(self, run: Tensor, start: int) -> Placed:
-        """Elements `start` .. `start + len(run) - 1` of the flattened local tensor, which no other rank holds."""
+    def run(self, start: int, length: int) -> Run:
+        """Of the elements `start` .. `start + length - 1` of the flattened local tensor."""
+        return Run(self, start, length)
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Where a run of a flattened local tensor lies in the whole; no other replica holds it."""
+
+    place: Place
+    start: int
+    length: int
+
+    @property
+    def size(self) -> Size:
+        """Of the whole."""
+        return self.place.size
+
+    @property
+    def shape(self) -> Size:
+        """Of the run."""
+        return (self.length,)
+
+    def of(self, run: Tensor) -> Placed:
+        """A run that lies here."""
         found, taken = [], 0
-        for corner, extent in _boxes_of_run(self.shape, start, start + run.numel()):
+        for corner, extent in _boxes_of_run(self.place.shape, self.start, self.start + self.length):
             values = run[taken : taken + math.prod(extent)].view(extent)
             taken += values.numel()
-            for box in self.boxes:
+            for box in self.place.boxes:
                 low = tuple(map(max, corner, box.local))
-                high = tuple(
-                    min(c + n, b + k) for c, n, b, k in zip(corner, extent, box.local, box.extent, strict=True)
-                )
+                high = tuple(map(min, _plus(corner, extent), _plus(box.local, box.extent)))
                 if all(a < b for a, b in zip(low, high, strict=True)):
                     view = part(values, _minus(low, corner), _minus(high, low))
                     found.append(Rectangle(_plus(box.offset, _minus(low, box.local)), view))
-        return Placed(self.size, tuple(found), is_shared=False, is_alone=True)
+        return Placed(self.size, tuple(found), self.place.on_tensor_peers, on_replicas=False)
 
 
 def _boxes_of_run(shape: Size, start: int, stop: int) -> Iterator[tuple[Size, Size]]:

@@ -20,33 +20,42 @@ def share_out(
 
     Of pipeline ranks that hold the same name, one writes; of its tensor peers and replicas, the one with least to do.
     """
-    holders = gather_objects([*tensors, *objects], groups.pipeline)
+    holders = gather_objects(list(tensors), groups.pipeline)
     earlier = {name for names in holders[: groups.pipeline.rank()] for name in names}
-    candidates = {name: placed for name, placed in tensors.items() if name not in earlier}
     at, topology = groups.at, groups.topology
-    mine = _balance(candidates, topology.tensor_parallel_size, topology.data_parallel_size)[at.data][at.tensor]
-    is_first = at.tensor == 0 and at.data == 0
+    writers = _Writers(topology.tensor_parallel_size, topology.data_parallel_size)
+    candidates = {name: placed for name, placed in tensors.items() if name not in earlier}
+    by_size = sorted(candidates, key=lambda name: math.prod(candidates[name].size), reverse=True)
+    mine = {name for name in by_size if writers.takes(candidates[name], at.tensor, at.data)}
+    before = {name for names in gather_objects(list(objects), groups.world)[: groups.rank] for name in names}
     return (
-        {name: placed for name, placed in candidates.items() if placed.is_alone or name in mine},
-        {name: value for name, value in objects.items() if is_first and name not in earlier},
+        {name: placed for name, placed in candidates.items() if name in mine},
+        {name: value for name, value in objects.items() if name not in before},
     )
 
 
-def _balance(tensors: Mapping[Name, Placed], t: int, d: int) -> list[list[set[Name]]]:
-    """What each [data][tensor] rank writes of what several hold; all find the same, since they look at whole sizes."""
-    mine: list[list[set[Name]]] = [[set() for _ in range(t)] for _ in range(d)]
-    load = [[0.0] * t for _ in range(d)]
-    shared = [
-        (math.prod(placed.size), name, placed.is_shared) for name, placed in tensors.items() if not placed.is_alone
-    ]
-    for numel, name, is_shared in sorted(shared, key=lambda item: item[0], reverse=True):
-        if is_shared:
-            _, r, i = min((load[r][i], r, i) for r in range(d) for i in range(t))
-            load[r][i] += numel
-            mine[r][i].add(name)
-            continue
-        r = min(range(d), key=lambda r: sum(load[r]))
-        for i in range(t):
-            load[r][i] += numel / t
-            mine[r][i].add(name)
-    return mine
+class _Writers:
+    """Gives each tensor to the ranks with least to do; peers find the same, since they look at whole sizes."""
+
+    def __init__(self, t: int, d: int) -> None:
+        self._everywhere = [[0.0] * t for _ in range(d)]
+        self._on_replicas = [0.0] * d
+        self._on_peers = [0.0] * t
+
+    def takes(self, placed: Placed, tensor: int, data: int) -> bool:
+        """Whether this rank of those that hold the tensor writes it."""
+        numel = math.prod(placed.size)
+        if placed.on_tensor_peers and placed.on_replicas:
+            _, r, i = min((load, r, i) for r, row in enumerate(self._everywhere) for i, load in enumerate(row))
+            self._everywhere[r][i] += numel
+            return (r, i) == (data, tensor)
+        if placed.on_replicas:
+            return _next(self._on_replicas, numel) == data
+        return not placed.on_tensor_peers or _next(self._on_peers, numel) == tensor
+
+
+def _next(load: list[float], amount: int) -> int:
+    """The one with least, which gets more."""
+    i = load.index(min(load))
+    load[i] += amount
+    return i

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import zipfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,6 @@ from lightning_ptdp.checkpoint.background import Background
 from lightning_ptdp.checkpoint.contents import Contents, plain_checkpoint
 from lightning_ptdp.checkpoint.folder import Folder, is_folder
 from lightning_ptdp.checkpoint.local_state import LocalState
-from lightning_ptdp.checkpoint.rectangles import Size
 from lightning_ptdp.checkpoint.saving import save_folder, together, verify
 from lightning_ptdp.checkpoint.single import gather_whole, save_file
 
@@ -77,14 +76,14 @@ class Store:
         path: str,
         local: LocalState,
         module: Mapping[str, Any],
-        optimizers: Sequence[Mapping[str, Size]],
+        num_optimizers: int,
         load_whole: LoadWhole | None,
         *,
         weights_only: bool | None,
     ) -> dict[str, Any]:
         """A checkpoint with this rank's part of the state, or, of one file, the whole.
 
-        module: the module's state, whose tensors are filled in place. optimizers: shapes of the parameters of each.
+        module: the module's state, whose tensors are filled in place. num_optimizers: that a run has to restore.
         load_whole: reads a file that is not on a mounted file system.
 
         Raises:
@@ -107,9 +106,7 @@ class Store:
             loaded.update(folder.meta(weights_only=weights_only))
             loaded["state_dict"] = local.read_module(folder, module)
             if folder.objects("optimizer_0"):
-                loaded["optimizer_states"] = [
-                    local.read_optimizer(folder, number, shapes) for number, shapes in enumerate(optimizers)
-                ]
+                loaded["optimizer_states"] = [local.read_optimizer(folder, i) for i in range(num_optimizers)]
 
         together(act, self._world, f"loading the checkpoint {path} failed")
         return loaded

@@ -60,7 +60,7 @@ def test_runs_of_flattened_shards_make_up_the_whole(case, t, d):
     for local, place in locals_of(whole, shard, t):
         flat = local.reshape(-1)
         bounds = [i * flat.numel() // d for i in range(d + 1)]
-        parts += [place.of_run(flat[a:b].clone(), a) for a, b in itertools.pairwise(bounds)]
+        parts += [place.run(a, b - a).of(flat[a:b].clone()) for a, b in itertools.pairwise(bounds)]
     assert torch.equal(joined(size, parts), whole)
 
 
@@ -76,5 +76,5 @@ def test_each_rank_takes_its_part_of_the_whole(case):
 
 def test_run_of_rows_is_one_rectangle():
     place = Place.whole((100, 50))
-    assert len(place.of_run(torch.zeros(40 * 50), 7 * 50).rectangles) == 1
-    assert len(place.of_run(torch.zeros(40 * 50 + 7), 7 * 50 - 3).rectangles) == 3
+    assert len(place.run(7 * 50, 40 * 50).of(torch.zeros(40 * 50)).rectangles) == 1
+    assert len(place.run(7 * 50 - 3, 40 * 50 + 7).of(torch.zeros(40 * 50 + 7)).rectangles) == 3
