@@ -26,6 +26,7 @@ from lightning_ptdp.comm.p2p import Messenger
 from lightning_ptdp.config import ParallelConfig, micro_batch_size
 from lightning_ptdp.data_parallel.buckets import GradientBuffers
 from lightning_ptdp.data_parallel.clip import total_norm
+from lightning_ptdp.data_parallel.main_weights import MainWeights, Run
 from lightning_ptdp.data_parallel.tied import SharedGradients, SharedParameter
 from lightning_ptdp.loss_weight import TargetCounter, Weight, weigh
 from lightning_ptdp.outputs import detached
@@ -79,6 +80,19 @@ class BatchRun:
         return numbers(self.losses)
 
 
+@dataclass(frozen=True)
+class Stepped:
+    """A parameter of the module under one of its names, and what an optimizer steps for it.
+
+    run: of the flattened parameter; None for all of it.
+    """
+
+    name: str
+    parameter: nn.Parameter
+    weight: nn.Parameter
+    run: Run | None
+
+
 class Engine:
     """Runs batches on a module that `set_up` split, or that is whole on this rank."""
 
@@ -92,6 +106,8 @@ class Engine:
         self.skeleton: Skeleton | None = None
         self.placement = Placement()
         self.buffers: GradientBuffers | None = None
+        self.mains: MainWeights | None = None
+        self._shards = False
         self._shared: SharedGradients | None = None
         self._streams = RandomStreams(seed, device)
         self._messenger = Messenger(groups.pipeline, device)
@@ -127,19 +143,51 @@ class Engine:
             names.setdefault(parameter, first)
         return names
 
-    def bind(self, module: nn.Module, trained: Sequence[nn.Parameter]) -> None:
-        """Make gradient buffers for the parameters that optimizers train and this rank owns."""
-        self.release()
-        self.buffers = GradientBuffers(trained)
+    def held_names(self, module: nn.Module) -> dict[nn.Parameter, str]:
+        """The plain module's name of each parameter that optimizers step here, or would step."""
         names = self.plain_names(module)
-        self._summed = [p for p in trained if names[p] in self.placement.summed]
-        self._replicated = {names[p]: p for p in trained if names[p] not in self.placement.shards}
-        if self.skeleton is not None:
-            self._shared = SharedGradients(self._shared_parameters(module, self.skeleton), self.groups, self.device)
+        return names if self.mains is None else {self.mains.weight_of(p): name for p, name in names.items()}
 
-    def trains(self, parameters: Sequence[nn.Parameter]) -> bool:
-        """Whether the buffers are those of these parameters."""
-        return self.buffers is not None and set(parameters) == set(self.buffers.parameters)
+    def bind(self, module: nn.Module, trained: Sequence[nn.Parameter], *, shards: bool = False) -> None:
+        """Make gradient buffers and main weights for what optimizers train and this rank owns; or extend them.
+
+        trained: parameters of the module, or main weights of such. shards: whether replicas share the main weights out.
+        """
+        parameters = [self.parameter_of(p) for p in trained]
+        if self.buffers is None:
+            shared = [] if self.skeleton is None else self._shared_parameters(module, self.skeleton)
+            owners = {member.parameter: member.owners for member in shared if member.parameter is not None}
+            replicas = self.groups.data if shards else None
+            self.buffers = GradientBuffers(parameters, owners, 1 if replicas is None else replicas.size())
+            self.mains = MainWeights(self.buffers, replicas)
+            self._shards = shards
+            self._shared = SharedGradients(shared, self.groups, self.device) if shared else None
+        else:
+            added = [p for p in parameters if p not in self.buffers]
+            self.buffers.extend(added)
+            assert self.mains is not None, "made with the buffers"
+            self.mains.extend(added)
+        names = self.plain_names(module)
+        self._summed = [p for p in self.buffers.parameters if names[p] in self.placement.summed]
+        self._replicated = {names[p]: p for p in self.buffers.parameters if names[p] not in self.placement.shards}
+
+    def trains(self, trained: Sequence[nn.Parameter]) -> bool:
+        """Whether there are buffers for all of these, parameters of the module or main weights."""
+        return self.buffers is not None and all(self.parameter_of(p) in self.buffers for p in trained)
+
+    def parameter_of(self, weight: nn.Parameter) -> nn.Parameter:
+        """The module's parameter behind one that an optimizer holds."""
+        return weight if self.mains is None else self.mains.parameter_of(weight)
+
+    def stepped(self, module: nn.Module) -> list[Stepped]:
+        """What optimizers step of this rank's parameters, or would step, under every name that they have here."""
+        first = self.plain_names(module)
+        return [
+            Stepped(name, parameter, weight, None if self.mains is None else self.mains.run_of(parameter))
+            for local, parameter in module.named_parameters(remove_duplicate=False)
+            for weight in [parameter if self.mains is None else self.mains.weight_of(parameter)]
+            for name in dict.fromkeys((local, first[parameter]))
+        ]
 
     def _shared_parameters(self, module: nn.Module, skeleton: Skeleton) -> list[SharedParameter]:
         owned = dict(module.named_parameters(remove_duplicate=False))
@@ -154,7 +202,7 @@ class Engine:
         return found
 
     def release(self) -> None:
-        """Drop the gradient buffers."""
+        """Drop the gradient buffers; the main weights stay, for a checkpoint after the run."""
         if self.buffers is not None:
             self.buffers.release()
         self.buffers, self._shared = None, None
@@ -297,19 +345,28 @@ class Engine:
                 parameter.register_hook(partial(summed_copy, group=self.groups.tensor))
 
     def reduce_gradients(self) -> None:
-        """Sum the window's gradients over tensor peers where a weight is used on each one's own heads, over replicas,
-        and over the stages that share a parameter; then publish them.
+        """Sum the window's gradients over tensor peers where a weight is used on each one's own heads, over the stages
+        that share a parameter, and over replicas; then publish them.
 
-        In this order both copies of a tied weight hold the same bits: a sum over replicas may round differently in
-        buffers of different layout, and the last sum is over the copies.
+        Copies of a tied weight get the same bits: they lie in buffers of the same layout, and are summed before the
+        replicas are, which may keep only a slice.
         """
         assert self.buffers is not None, "a batch was run"
+        assert self.mains is not None, "made with the buffers"
         self.buffers.sum_over(self._summed, self.groups.tensor)
         self._check_agreement(self.buffers)
-        self.buffers.reduce(self.groups.data)
         if self._shared is not None:
             self._shared.reduce(self.buffers)
-        self.buffers.publish()
+        if self._shards:
+            self.buffers.reduce_to_slices(self.groups.data)
+        else:
+            self.buffers.reduce(self.groups.data)
+        self.mains.publish()
+
+    def refresh_weights(self) -> None:
+        """After the optimizers stepped: bring the module's parameters up to date."""
+        if self.mains is not None:
+            self.mains.refresh()
 
     def _check_agreement(self, buffers: GradientBuffers) -> None:
         """After the first batch: tensor peers must have the same gradient for what each holds whole.
@@ -330,10 +387,13 @@ class Engine:
             )
 
     def gradient_norm(self, module: nn.Module, parameters: Sequence[nn.Parameter]) -> Tensor:
-        """The norm of the published gradients over the whole model, each parameter counted by one of its owners."""
+        """The norm of the published gradients over the whole model, each element counted by one of its owners.
+
+        parameters: that optimizers hold.
+        """
         names = self.plain_names(module)
-        mine = [p.grad for p in parameters if p.grad is not None and self._counts(names[p])]
-        return total_norm(mine, self.groups.replica, self.device)
+        mine = [p.grad for p in parameters if p.grad is not None and self._counts(names[self.parameter_of(p)])]
+        return total_norm(mine, self.groups.world if self._shards else self.groups.replica, self.device)
 
     def _counts(self, name: str) -> bool:
         """Whether this rank is the one to count a parameter: on the first stage that owns it, and of tensor peers the

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -144,13 +144,11 @@ class PTDPStrategy(ParallelStrategy):
         self.num_nodes = 1
         self._not_available = [
             f"{name}={value!r} is not available in this version; leave it out"
-            for name, value, default in (
-                ("recompute", recompute, "none"),
-                ("distributed_optimizer", distributed_optimizer, False),
-            )
+            for name, value, default in (("recompute", recompute, "none"),)
             if value != default
         ]
         self._save_distributed_checkpoint, self._async_checkpoint = save_distributed_checkpoint, async_checkpoint
+        self._distributed_optimizer = distributed_optimizer
         self._store: Store | None = None
         self._backend, self._timeout = process_group_backend, timeout
         self._faults: list[str] = []
@@ -290,8 +288,11 @@ class PTDPStrategy(ParallelStrategy):
             remember(module, layout)
             rank_zero_info(f"{describe(layout, self.config)}; kernels: PyTorch's own operations, none compiled")
         self.precision.convert_module(module)
+        former = self._engine
         self._engine = Engine(self.config, self.groups, self.root_device, self._agreed_seed())
         self._engine.set_up(module, layout.partition, layout.placement)
+        if former is not None and not fits:
+            self._engine.mains = former.mains  # of the optimizers of an earlier fit
         self.model_to_device()
         if fits:
             self.setup_optimizers(trainer)
@@ -362,7 +363,11 @@ class PTDPStrategy(ParallelStrategy):
         return list(dict.fromkeys(members))
 
     def _bind(self) -> None:
-        self.engine.bind(self._module, self._trained())
+        """Let the optimizers step main weights, and the engine collect gradients for them."""
+        self.engine.bind(self._module, self._trained(), shards=self._distributed_optimizer)
+        assert self.engine.mains is not None, "bound"
+        for optimizer in self.optimizers:
+            self.engine.mains.install(optimizer)
 
     @property
     def precision(self) -> PTDPPrecision:
@@ -425,6 +430,12 @@ class PTDPStrategy(ParallelStrategy):
         if not self._blocks_sync:
             self.engine.reduce_gradients()
         return self.precision.post_backward(closure_loss, module)
+
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        """Step, and bring the module's parameters up to date with what was stepped."""
+        result = super().optimizer_step(optimizer, closure, model, **kwargs)
+        self.engine.refresh_weights()
+        return result
 
     def _manual_backward(self, loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Manual optimization, without a pipeline: average over the replicas what one backward gave."""
@@ -515,21 +526,33 @@ class PTDPStrategy(ParallelStrategy):
         return self._store
 
     def _local_state(self) -> LocalState:
-        names, shards = self.engine.state_names(self._module), self.engine.placement.shards
-        plain = LocalState(self.groups, names, shards)
-        trained = {name: plain.place(name, p.shape) for p, name in self.engine.plain_names(self._module).items()}
-        return LocalState(self.groups, names, shards, trained)
+        local = LocalState(self.groups, self.engine.state_names(self._module), self.engine.placement.shards)
+        for stepped in self.engine.stepped(self._module):
+            place = local.place(stepped.name, stepped.parameter.shape)
+            run = stepped.run
+            local.trained[stepped.name] = place if run is None else place.run(run.start, run.length)
+        return local
+
+    def _main_weights(self) -> dict[str, nn.Parameter]:
+        """The float32 weights behind 16-bit ones, by name: a checkpoint holds them in their place."""
+        own = dict(self._module.named_parameters(remove_duplicate=False))
+        found = {stepped.name: stepped.weight for stepped in self.engine.stepped(self._module)}
+        return {name: found[name] for name, parameter in own.items() if found[name].dtype != parameter.dtype}
+
+    def _held_state(self) -> dict[str, Any]:
+        """The module's state as a checkpoint has it."""
+        return {**self._module.state_dict(), **{n: weight.detach() for n, weight in self._main_weights().items()}}
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """What this rank holds of the plain module's state, under its names; every rank must save."""
         self._refuse_after_failure()
-        return dict(self._module.state_dict())
+        return self._held_state()
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """What this rank holds of the plain optimizer's state, by names of parameters; every rank must save."""
         plain = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
         names = self._optimizer_names[self.optimizers.index(plain)]
-        return self._local_state().optimizer_state(plain, names, self.engine.plain_names(self._module))
+        return self._local_state().optimizer_state(plain, names, self.engine.held_names(self._module))
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
         """Save a folder that all ranks write, or one file; every rank must call this.
@@ -566,7 +589,7 @@ class PTDPStrategy(ParallelStrategy):
         return self.store.load(
             path,
             self._local_state(),
-            self._module.state_dict(),
+            self._held_state(),
             len(self.optimizers),
             (lambda: self.checkpoint_io.load_checkpoint(path, weights_only=weights_only))
             if has_own_io or "://" in path
@@ -584,14 +607,20 @@ class PTDPStrategy(ParallelStrategy):
         Raises:
             RuntimeError: on every rank, if names are missing or unknown and strict.
         """
-        local, held, given = self._local_state(), self._module.state_dict(), checkpoint["state_dict"]
+        local, held, given = self._local_state(), self._held_state(), checkpoint["state_dict"]
         if strict:
             check_names(local.faults(given, held), self.groups.world)
-        self._module.load_state_dict(local.take_module(given, held), strict=strict)
+        mine = local.take_module(given, held)
+        with torch.no_grad():
+            for name, weight in self._main_weights().items():
+                if name in mine:
+                    weight.copy_(mine.pop(name))
+        self._module.load_state_dict(mine, strict=False)
+        self.engine.refresh_weights()
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load this rank's part of plain optimizers' states."""
-        local, name_of = self._local_state(), self.engine.plain_names(self._module)
+        local, name_of = self._local_state(), self.engine.held_names(self._module)
         states = checkpoint["optimizer_states"]
         for optimizer, names, given in zip(self.optimizers, self._optimizer_names, states, strict=True):
             optimizer.load_state_dict(local.take_optimizer(given, optimizer, names, name_of))

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -37,13 +36,11 @@ class LocalState:
         groups: Groups,
         names: Sequence[str],
         shards: Mapping[str, Shard],
-        trained: Mapping[str, Place | Run] = MappingProxyType({}),
     ) -> None:
-        """names: of the plain module's state, in order. shards: of what tensor peers split, by name.
-
-        trained: where the parameters that this rank's optimizers step lie.
-        """
-        self._groups, self.names, self._shards, self._trained = groups, tuple(names), shards, trained
+        """names: of the plain module's state, in order. shards: of what tensor peers split, by name."""
+        self._groups, self.names, self._shards = groups, tuple(names), shards
+        self.trained: dict[str, Place | Run] = {}
+        """Where what this rank's optimizers step lies, by name."""
 
     def place(self, name: str, shape: Sequence[int]) -> Place:
         """Where the local tensor of this name lies. shape: of the local tensor."""
@@ -89,7 +86,7 @@ class LocalState:
         return sorted(set(state) - set(given)), sorted(set(given) - set(self.names))
 
     def _place_in_module(self, name: str, tensor: Tensor) -> Place | Run:
-        trained = self._trained.get(name)
+        trained = self.trained.get(name)
         if trained is not None and trained.shape == tuple(tensor.shape):
             return trained
         return self.place(name, tensor.shape)
@@ -130,7 +127,7 @@ class LocalState:
 
     def _placed_state(self, name: str, tensor: Tensor) -> Placed | None:
         """Of an optimizer's tensor; None where another replica has it."""
-        trained = self._trained[name]
+        trained = self.trained[name]
         if tuple(tensor.shape) == trained.shape:
             return trained.of(tensor)
         whole = Place.whole(tuple(tensor.shape)).of(tensor)
@@ -149,16 +146,14 @@ class LocalState:
         placed: dict[Keys, Placed] = {}
         for path, stored in folder.tensors(top, "state").items():
             name, key = map(str, path)
-            place = self._trained.get(name)
+            place = self.trained.get(name)
             if place is None:
                 continue
             place = place if place.size == stored.size else Place.whole(stored.size)
             tensor = torch.empty(place.shape, dtype=stored.dtype)
             state.setdefault(name, {})[key] = tensor
             placed[top, "state", name, key] = place.of(tensor)
-        objects: list[Keys] = [
-            (top, *keys) for keys in folder.objects(top) if len(keys) < 2 or keys[1] in self._trained
-        ]
+        objects: list[Keys] = [(top, *keys) for keys in folder.objects(top) if len(keys) < 2 or keys[1] in self.trained]
         found = folder.read(placed, objects)
         for keys, value in found.items():
             if len(keys) == 4:
@@ -183,7 +178,7 @@ class LocalState:
                 name = name_of[parameter]
                 values = given["state"].get(known_as[name])
                 if values is not None:
-                    state[number] = {key: _fitted(value, self._trained[name]) for key, value in values.items()}
+                    state[number] = {key: _fitted(value, self.trained[name]) for key, value in values.items()}
                 number += 1
         return {"state": state, "param_groups": groups}
 

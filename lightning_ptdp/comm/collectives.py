@@ -156,6 +156,27 @@ def reduce_scatter_dim(tensor: Tensor, group: ProcessGroup, dim: int) -> Tensor:
     return _moved_back(piece, dim)
 
 
+def reduce_scatter_slices_(flat: Tensor, group: ProcessGroup) -> None:
+    """Sum a flat tensor over the group, in this rank's equal slice of it only; the rest is left as it was.
+
+    The group's size must divide its length.
+    """
+    if group.size() == 1:
+        return
+    size = len(flat) // group.size()
+    mine = flat.new_empty(size)
+    _reduce_scatter_single(mine, flat, op=SUM, group=group)
+    flat[group.rank() * size : (group.rank() + 1) * size].copy_(mine)
+
+
+def all_gather_slices_(flat: Tensor, group: ProcessGroup) -> None:
+    """Fill a flat tensor with every rank's equal slice of it; the group's size must divide its length."""
+    if group.size() == 1:
+        return
+    size = len(flat) // group.size()
+    _all_gather_single(flat, flat[group.rank() * size : (group.rank() + 1) * size].clone(), group=group)
+
+
 def _moved_back(tensor: Tensor, dim: int) -> Tensor:
     """Dim 0 put at `dim`, contiguous and no view: autograd forbids editing views that a custom function returns."""
     return tensor if dim % tensor.ndim == 0 else tensor.movedim(0, dim).contiguous()

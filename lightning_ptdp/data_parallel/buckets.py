@@ -7,36 +7,41 @@ replicas. A parameter's first gradient of a batch is copied into its place and l
 itself. The flags at the end say which parameters got any gradient; they are summed with the rest, so that replicas
 agree on them without a message of their own.
 
-Between the schedule and `publish` no parameter has a ``.grad``: the Trainer's closure calls zero_grad after the step,
-and would erase what it finds.
+Between the schedule and `MainWeights.publish` no parameter has a ``.grad``: the Trainer's closure calls zero_grad after
+the step, and would erase what it finds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.utils.hooks import RemovableHandle
 
-from lightning_ptdp.comm.collectives import all_reduce_
+from lightning_ptdp.comm.collectives import all_reduce_, reduce_scatter_slices_
 
 _ALIGNMENT = 32  # elements; keeps every view on a boundary of 128 bytes
 
 
 class _Buffer:
-    """The gradients of parameters that share an accumulation dtype."""
+    """The gradients of parameters of one dtype and the same owners."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter], dtype: torch.dtype) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter], replicas: int) -> None:
+        """replicas: that own equal slices of it."""
         self.parameters = tuple(parameters)
         offsets, end = [], 0
         for parameter in parameters:
             offsets.append(end)
-            end += -(-parameter.numel() // _ALIGNMENT) * _ALIGNMENT
-        device = parameters[0].device
-        self.flat = torch.zeros(end + len(parameters), dtype=dtype, device=device)
-        self.flags = self.flat[end:]
+            end += _aligned(parameter.numel(), _ALIGNMENT)
+        end = _aligned(end, _ALIGNMENT * replicas)
+        self.offsets = tuple(offsets)
+        dtype = torch.promote_types(parameters[0].dtype, torch.float32)
+        self.flat = torch.zeros(end + len(parameters), dtype=dtype, device=parameters[0].device)
+        self.gradients, self.flags = self.flat.split([end, len(parameters)])
         self.views = tuple(
             self.flat[start : start + p.numel()].view(p.shape) for start, p in zip(offsets, parameters, strict=True)
         )
@@ -65,15 +70,33 @@ class _Buffer:
 class GradientBuffers:
     """Gradients of the parameters that a rank owns and trains."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
-        """parameters: each once, in an order that all replicas share."""
-        self._parameters = tuple(parameters)
-        self._fresh = _make(self._parameters)
-        self._summed = self._fresh
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        owners: Mapping[nn.Parameter, frozenset[int]] = MappingProxyType({}),
+        replicas: int = 1,
+    ) -> None:
+        """parameters: each once, in an order that all replicas share.
+
+        owners: pipeline ranks of those that several own; they lie apart, in the same places on each owner.
+        replicas: that own equal slices of what is reduced, where gradients are reduced by `reduce_to_slices`.
+        """
+        self._owners, self._replicas = owners, replicas
+        self._parameters: tuple[nn.Parameter, ...] = ()
+        self._fresh: tuple[_Buffer, ...] = ()
+        self._summed: tuple[_Buffer, ...] = ()
         self._where: dict[nn.Parameter, tuple[_Buffer, int]] = {}
-        self._index()
         self._is_collecting = False
-        self._handles = [p.register_post_accumulate_grad_hook(self._adopt) for p in self._parameters]
+        self._handles: list[RemovableHandle] = []
+        self.extend(parameters)
+
+    def extend(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Take in more parameters, between two accumulation windows; the others stay where they are."""
+        self._parameters += tuple(parameters)
+        self._fresh += self._make(parameters)
+        self._summed = self._fresh
+        self._index()
+        self._handles += [p.register_post_accumulate_grad_hook(self._adopt) for p in parameters]
 
     @property
     def parameters(self) -> tuple[nn.Parameter, ...]:
@@ -106,7 +129,7 @@ class GradientBuffers:
         if is_only:
             self._summed = self._fresh
         elif is_first:
-            spare = self._summed if self._summed is not self._fresh else _make(self._parameters)
+            spare = self._summed if self._summed is not self._fresh else self._like(self._fresh)
             self._summed, self._fresh = self._fresh, spare
             self._index()
         else:
@@ -119,6 +142,24 @@ class GradientBuffers:
             if group.size() > 1:
                 all_reduce_(buffer.flat, group)
                 buffer.agree()
+
+    def reduce_to_slices(self, group: ProcessGroup) -> None:
+        """Sum over the replicas, each in its own slice only: one reduce-scatter a buffer, and one sum of flags."""
+        for buffer in self._summed:
+            if group.size() > 1:
+                reduce_scatter_slices_(buffer.gradients, group)
+                all_reduce_(buffer.flags, group)
+                buffer.agree()
+
+    def layout(self, parameters: Sequence[nn.Parameter]) -> list[tuple[tuple[nn.Parameter, ...], tuple[int, ...], int]]:
+        """Of each buffer of these: its parameters, where each begins, and the length, which the replicas divide."""
+        asked = set(parameters)
+        found = [buffer for buffer in self._fresh if asked.issuperset(buffer.parameters)]
+        return [(buffer.parameters, buffer.offsets, len(buffer.gradients)) for buffer in found]
+
+    def is_finite(self) -> bool:
+        """Whether every gradient is finite, of this rank's."""
+        return all(bool(buffer.gradients.sum().isfinite()) for buffer in self._summed)
 
     def sum_over(self, parameters: Sequence[nn.Parameter], group: ProcessGroup) -> None:
         """Sum the gradients of some parameters over a group whose ranks hold them whole, in one all-reduce."""
@@ -147,17 +188,21 @@ class GradientBuffers:
         buffer, i = self._place(parameter)
         buffer.touched[i] = touched
 
-    def publish(self) -> None:
-        """Hand the summed gradients to the parameters as ``.grad``; None where there is none."""
-        for parameter in self._parameters:
-            gradient = self.gradient(parameter)
-            parameter.grad = None if gradient is None else gradient.to(parameter.dtype)
-
     def release(self) -> None:
         """Take the hooks off the parameters."""
         for handle in self._handles:
             handle.remove()
         self._clear()
+
+    def _make(self, parameters: Sequence[nn.Parameter]) -> tuple[_Buffer, ...]:
+        """A buffer for each dtype and set of owners."""
+        by_kind: dict[object, list[nn.Parameter]] = {}
+        for parameter in parameters:
+            by_kind.setdefault((parameter.dtype, self._owners.get(parameter)), []).append(parameter)
+        return tuple(_Buffer(members, self._replicas) for members in by_kind.values())
+
+    def _like(self, buffers: Sequence[_Buffer]) -> tuple[_Buffer, ...]:
+        return tuple(_Buffer(buffer.parameters, self._replicas) for buffer in buffers)
 
     def _place(self, parameter: nn.Parameter) -> tuple[_Buffer, int]:
         fresh, i = self._where[parameter]
@@ -188,9 +233,5 @@ class GradientBuffers:
         parameter.grad = view if view.dtype == parameter.dtype else None
 
 
-def _make(parameters: Sequence[nn.Parameter]) -> tuple[_Buffer, ...]:
-    """A buffer for each accumulation dtype among the parameters."""
-    by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
-    for parameter in parameters:
-        by_dtype.setdefault(torch.promote_types(parameter.dtype, torch.float32), []).append(parameter)
-    return tuple(_Buffer(members, dtype) for dtype, members in by_dtype.items())
+def _aligned(length: int, unit: int) -> int:
+    return -(-length // unit) * unit

@@ -4,6 +4,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_ptdp.data_parallel.buckets import GradientBuffers
+from lightning_ptdp.data_parallel.main_weights import MainWeights
 from tests.spmd import run_spmd
 
 
@@ -23,7 +24,7 @@ def test_gradients_wait_in_the_buffer_until_they_are_published():
     collect(buffers, (2 * p).sum(), (3 * p).sum())
     assert p.grad is None, "zero_grad comes next, and would erase it"
     buffers.finish_batch(0.5, is_first=True, is_only=True)
-    buffers.publish()
+    MainWeights(buffers, None).publish()
     assert p.grad.tolist() == [2.5] * 3
 
 
@@ -32,7 +33,7 @@ def test_parameter_that_got_no_gradient_has_none():
     buffers = GradientBuffers([p, q])
     collect(buffers, p.sum())
     buffers.finish_batch(1.0, is_first=True, is_only=True)
-    buffers.publish()
+    MainWeights(buffers, None).publish()
     assert p.grad.tolist() == [1.0] * 3
     assert q.grad is None
 
@@ -44,7 +45,7 @@ def test_batches_of_a_window_add_up_with_their_own_factors():
         for i, factor in enumerate((1.0, 10.0, 100.0)):
             collect(buffers, (window + 1) * p.sum())
             buffers.finish_batch(factor, is_first=i == 0, is_only=False)
-        buffers.publish()
+        MainWeights(buffers, None).publish()
         assert p.grad.tolist() == [111.0 * (window + 1)] * 2
 
 
@@ -55,7 +56,7 @@ def test_windows_of_one_and_of_several_batches_may_follow_each_other():
         for i in range(sizes):
             collect(buffers, p.sum())
             buffers.finish_batch(1.0, is_first=i == 0, is_only=sizes == 1)
-        buffers.publish()
+        MainWeights(buffers, None).publish()
         assert p.grad.tolist() == [float(sizes)] * 2
 
 
@@ -66,7 +67,7 @@ def test_gradient_of_one_batch_of_a_window_stays_where_another_has_none():
     buffers.finish_batch(1.0, is_first=True, is_only=False)
     collect(buffers, q.sum())
     buffers.finish_batch(1.0, is_first=False, is_only=False)
-    buffers.publish()
+    MainWeights(buffers, None).publish()
     assert (p.grad.tolist(), q.grad.tolist()) == ([1.0, 1.0], [1.0, 1.0])
 
 
@@ -78,7 +79,7 @@ def test_narrow_gradients_add_up_in_float32():
     buffers.finish_batch(1.0, is_first=True, is_only=True)
     assert buffers.gradient(p).dtype == torch.float32
     assert buffers.gradient(p).item() == 264.0
-    buffers.publish()
+    MainWeights(buffers, None).publish()
     assert p.grad.dtype == torch.bfloat16
 
 
@@ -130,7 +131,7 @@ def reduced(touched_on):
     collect(buffers, *((dist.get_rank() + 1) * p.sum() for p, on in zip(ps, touched_on, strict=True) if rank_in(on)))
     buffers.finish_batch(1.0, is_first=True, is_only=True)
     buffers.reduce(dist.group.WORLD)
-    buffers.publish()
+    MainWeights(buffers, None).publish()
     return [None if p.grad is None else p.grad.tolist() for p in ps]
 
 

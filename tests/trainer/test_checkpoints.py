@@ -65,9 +65,16 @@ def train(sizes, batches, save=None, resume=None, make=OddGPT, **arguments) -> A
     return recorder.part
 
 
-def resume_all(sizes, batches, folder):
+SAVED = {
+    **{name: (sizes, {}) for name, sizes in LAYOUTS.items()},
+    "d2, sharded": ((1, 1, 1, 2), {"distributed_optimizer": True}),
+    "t2p2d2, sharded": ((2, 2, 1, 2), {"distributed_optimizer": True}),
+}
+
+
+def resume_all(sizes, batches, folder, **arguments):
     """Go on from what every layout saved."""
-    return {name: train(sizes, batches, resume=f"{folder}/{name}.ckpt") for name in LAYOUTS}
+    return {name: train(sizes, batches, resume=f"{folder}/{name}.ckpt", **arguments) for name in SAVED}
 
 
 def world(sizes):
@@ -84,20 +91,25 @@ def whole_run():
 def saved(tmp_path_factory):
     """A checkpoint after two steps, by every layout."""
     folder = tmp_path_factory.mktemp("saved")
-    for name, sizes in LAYOUTS.items():
-        run_spmd(
-            train, world_size=world(sizes), timeout=60, sizes=sizes, batches=BATCHES[:2], save=f"{folder}/{name}.ckpt"
-        )
+    for name, (sizes, arguments) in SAVED.items():
+        save = f"{folder}/{name}.ckpt"
+        run_spmd(train, world_size=world(sizes), timeout=60, sizes=sizes, batches=BATCHES[:2], save=save, **arguments)
     return folder
 
 
-@pytest.mark.parametrize("loaded", LAYOUTS)
+@pytest.mark.parametrize("loaded", SAVED)
 def test_any_layout_goes_on_from_any_other_as_if_nothing_had_stopped(loaded, saved, whole_run):
-    sizes = LAYOUTS[loaded]
+    sizes, arguments = SAVED[loaded]
     ranks = run_spmd(
-        resume_all, world_size=world(sizes), timeout=120, sizes=sizes, batches=BATCHES[2:], folder=str(saved)
+        resume_all,
+        world_size=world(sizes),
+        timeout=120,
+        sizes=sizes,
+        batches=BATCHES[2:],
+        folder=str(saved),
+        **arguments,
     )
-    for source in LAYOUTS:
+    for source in SAVED:
         run = join([parts[source] for parts in ranks])
         assert run.losses == pytest.approx(whole_run.losses[2:], abs=1e-10), f"saved by {source}"
         for name, expected in whole_run.weights[-1].items():
@@ -121,17 +133,26 @@ def same(a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
-def load_and_save_again(sizes, source, target):
-    trainer = quiet_trainer(strategy(*sizes), precision="64-true", max_steps=2)
+def load_and_save_again(sizes, source, target, **arguments):
+    trainer = quiet_trainer(strategy(*sizes, **arguments), precision="64-true", max_steps=2)
     trainer.fit(OddGPT(), datamodule=ReplicaBatches(BATCHES), ckpt_path=source)
     trainer.save_checkpoint(target)
 
 
+@pytest.mark.parametrize("shards", [False, True], ids=["", "sharded"])
 @pytest.mark.parametrize("sizes", [(1, 1, 1, 1), (4, 1, 1, 1), (1, 4, 1, 1), (1, 2, 1, 2), (1, 2, 2, 1), (1, 1, 1, 4)])
-def test_bits_are_the_same_after_loading(sizes, saved, tmp_path):
+def test_bits_are_the_same_after_loading(sizes, shards, saved, tmp_path):
     again = str(tmp_path / "again.ckpt")
-    source = str(saved / "t2p2d2.ckpt")
-    run_spmd(load_and_save_again, world_size=world(sizes), timeout=60, sizes=sizes, source=source, target=again)
+    source = str(saved / "t2p2d2, sharded.ckpt")
+    run_spmd(
+        load_and_save_again,
+        world_size=world(sizes),
+        timeout=60,
+        sizes=sizes,
+        source=source,
+        target=again,
+        distributed_optimizer=shards,
+    )
     before, after = (torch.load(to_file(path), weights_only=True) for path in (source, again))
     assert same(before["state_dict"], after["state_dict"])
     assert same(before["optimizer_states"], after["optimizer_states"])
@@ -181,7 +202,7 @@ class Losses(pl.Callback):
 
 
 def test_nothing_in_a_folder_says_how_it_was_split(saved):
-    kinds = {name: torch.load(to_file(saved / f"{name}.ckpt"), weights_only=True) for name in LAYOUTS}
+    kinds = {name: torch.load(to_file(saved / f"{name}.ckpt"), weights_only=True) for name in SAVED}
     one = kinds["one"]
     for other in kinds.values():
         assert list(other) == list(one)
@@ -190,7 +211,7 @@ def test_nothing_in_a_folder_says_how_it_was_split(saved):
             group["params"] for group in one["optimizer_states"][0]["param_groups"]
         ]
         assert list(other["optimizer_states"][0]["state"]) == list(one["optimizer_states"][0]["state"])
-    for meta in (torch.load(saved / f"{name}.ckpt" / "meta.pt", weights_only=True) for name in LAYOUTS):
+    for meta in (torch.load(saved / f"{name}.ckpt" / "meta.pt", weights_only=True) for name in SAVED):
         assert {"epoch", "global_step", "loops", "lr_schedulers", "callbacks"} <= set(meta)
 
 

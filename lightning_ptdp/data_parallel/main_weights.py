@@ -1,0 +1,167 @@
+"""What an optimizer steps in place of the module's parameters.
+
+    float32 weights                     the parameters themselves
+    16-bit weights                      a float32 copy of each: its main weight
+    sharded over the replicas (ZeRO-1)  of each, the run of its flattened (main) weight that this replica steps
+
+Sharded weights lie in one flat tensor, in the places of their gradients (`buckets`). A replica owns an equal slice of
+it, which cuts parameters where it falls; parameters outside the slice have an empty run, so that an optimizer's groups
+list the same members on every replica.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.optim import Optimizer
+
+from lightning_ptdp.comm.collectives import all_gather_slices_
+from lightning_ptdp.data_parallel.buckets import GradientBuffers
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A run of a flattened parameter."""
+
+    start: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class Main:
+    """A parameter of the module, and what the optimizer steps for it. run: that this replica steps; None for all."""
+
+    parameter: nn.Parameter
+    weight: nn.Parameter
+    run: Run | None = None
+
+
+class MainWeights:
+    """The main weights of the parameters in gradient buffers."""
+
+    def __init__(self, buffers: GradientBuffers, replicas: ProcessGroup | None) -> None:
+        """replicas: the group that shards them; None where each replica steps all."""
+        self._buffers, self._replicas = buffers, replicas
+        self._flat: list[tuple[Tensor, Tensor | None]] = []  # weights of a buffer, and the main weights of this slice
+        self._of: dict[nn.Parameter, Main] = {}
+        self._parameter_of: dict[nn.Parameter, nn.Parameter] = {}
+        self.extend(buffers.parameters)
+
+    def extend(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Take in parameters that were added to the buffers."""
+        replicas = self._replicas
+        mains = self._sharded(parameters, replicas) if replicas is not None else map(_whole, parameters)
+        for main in mains:
+            self._of[main.parameter] = main
+            self._parameter_of[main.weight] = main.parameter
+
+    def weight_of(self, parameter: nn.Parameter) -> nn.Parameter:
+        """What an optimizer steps for a parameter of the module; itself where nothing does."""
+        return self._of[parameter].weight if parameter in self._of else parameter
+
+    def run_of(self, parameter: nn.Parameter) -> Run | None:
+        """The run of a parameter of the module that is stepped here; None for all of it."""
+        return self._of[parameter].run if parameter in self._of else None
+
+    def parameter_of(self, weight: nn.Parameter) -> nn.Parameter:
+        """The module's parameter behind one that an optimizer holds; itself where it has no main weight yet."""
+        return self._parameter_of.get(weight, weight)
+
+    def __iter__(self) -> Iterator[Main]:
+        return iter(self._of.values())
+
+    def install(self, optimizer: Optimizer) -> None:
+        """Let an optimizer step the main weights; state that it made in its constructor goes with them."""
+        for group in optimizer.param_groups:
+            group["params"] = [self.weight_of(p) for p in group["params"]]
+        for main in self:
+            state = optimizer.state.pop(main.parameter, {}) if main.weight is not main.parameter else {}
+            if not state:
+                continue
+            optimizer.state[main.weight] = {key: _taken(value, main) for key, value in state.items()}
+
+    def publish(self) -> None:
+        """Hand the reduced gradients to what the optimizer steps, as ``.grad``; None where there is none."""
+        for main in self._of.values():
+            gradient = self._buffers.gradient(main.parameter)
+            if gradient is not None and main.run is not None:
+                gradient = gradient.reshape(-1)[main.run.start : main.run.start + main.run.length]
+            main.weight.grad = gradient if main.weight.numel() or main.run is None else None
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """After the optimizer stepped: bring the module's parameters up to date, on all replicas."""
+        for weights, main in self._flat:
+            assert self._replicas is not None, "flat weights are sharded"
+            if main is not None:
+                _slice(weights, self._replicas).copy_(main)
+            all_gather_slices_(weights, self._replicas)
+        if self._replicas is None:
+            for main_of in self._of.values():
+                if main_of.weight is not main_of.parameter:
+                    main_of.parameter.copy_(main_of.weight)
+
+    @torch.no_grad()
+    def reload(self) -> None:
+        """After the module's parameters were loaded: take their values over."""
+        for weights, main in self._flat:
+            assert self._replicas is not None, "flat weights are sharded"
+            if main is not None:
+                main.copy_(_slice(weights, self._replicas))
+        if self._replicas is None:
+            for main_of in self._of.values():
+                if main_of.weight is not main_of.parameter:
+                    main_of.weight.copy_(main_of.parameter)
+
+    def _sharded(self, added: Sequence[nn.Parameter], replicas: ProcessGroup) -> Iterator[Main]:
+        """Lay the parameters of each buffer out flat, and take this replica's slice."""
+        for parameters, offsets, length in self._buffers.layout(added):
+            weights = _laid_out(parameters, offsets, length)
+            mine = _slice(weights, replicas)
+            main = None if weights.dtype == torch.promote_types(weights.dtype, torch.float32) else mine.float()
+            self._flat.append((weights, main))
+            low = replicas.rank() * len(mine)
+            for parameter, offset in zip(parameters, offsets, strict=True):
+                start = min(max(low - offset, 0), parameter.numel())
+                stop = min(max(low + len(mine) - offset, 0), parameter.numel())
+                held = mine if main is None else main
+                values = held[offset + start - low : offset + stop - low] if stop > start else held[:0]
+                weight = nn.Parameter(values, requires_grad=parameter.requires_grad)
+                yield Main(parameter, weight, Run(start, stop - start))
+
+
+def _whole(parameter: nn.Parameter) -> Main:
+    dtype = torch.promote_types(parameter.dtype, torch.float32)
+    if dtype == parameter.dtype:
+        return Main(parameter, parameter)
+    return Main(parameter, nn.Parameter(parameter.detach().to(dtype), requires_grad=parameter.requires_grad))
+
+
+def _taken(value: Any, main: Main) -> Any:
+    """An optimizer's value for a parameter, for its main weight."""
+    if not isinstance(value, Tensor) or value.shape != main.parameter.shape:
+        return value
+    run = main.run
+    part = value if run is None else value.reshape(-1)[run.start : run.start + run.length].clone()
+    return part.to(main.weight.dtype)
+
+
+def _laid_out(parameters: Sequence[nn.Parameter], offsets: Sequence[int], length: int) -> Tensor:
+    """One flat tensor that the parameters are views of from now on."""
+    flat = torch.zeros(length, dtype=parameters[0].dtype, device=parameters[0].device)
+    for parameter, offset in zip(parameters, offsets, strict=True):
+        place = flat[offset : offset + parameter.numel()].view(parameter.shape)
+        place.copy_(parameter.detach())
+        parameter.data = place
+    return flat
+
+
+def _slice(flat: Tensor, group: ProcessGroup) -> Tensor:
+    """This rank's equal part."""
+    size = len(flat) // group.size()
+    return flat[group.rank() * size : (group.rank() + 1) * size]
