@@ -7,6 +7,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -73,6 +74,19 @@ def split(batch: Any, size: int) -> list[Microbatch]:
         Microbatch(k, _cut(batch, start, min(start + size, total), total), min(size, total - start))
         for k, start in enumerate(starts)
     ]
+
+
+def shares(batch: Any, num_replicas: int) -> list[Any]:
+    """A global batch as the batches of replicas: runs of rows, the first ones longer by a row where it is uneven."""
+    total = num_samples(batch)
+    short, longer = divmod(total, num_replicas)
+    bounds = [k * short + min(k, longer) for k in range(num_replicas + 1)]
+    return [_cut(batch, start, stop, total) for start, stop in pairwise(bounds)]
+
+
+def map_tensors(batch: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """The same structure with a function applied to every tensor."""
+    return _map(batch, lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf)
 
 
 def _cut(batch: Any, start: int, stop: int, total: int) -> Any:

@@ -82,8 +82,17 @@ class BatchRun:
 class Engine:
     """Runs batches on a module that `set_up` split, or that is whole on this rank."""
 
-    def __init__(self, config: ParallelConfig, groups: Groups, device: torch.device, seed: int) -> None:
-        """seed: of the run's random streams, the same on every rank."""
+    def __init__(
+        self,
+        config: ParallelConfig,
+        groups: Groups,
+        device: torch.device,
+        seed: int,
+        *,
+        checks_agreement: bool = True,
+    ) -> None:
+        """seed: of the run's random streams, the same on every rank. checks_agreement: of tensor peers on the first
+        gradients."""
         self.config, self.groups, self.device = config, groups, device
         topology = groups.topology
         self._p, self._d = topology.pipeline_parallel_size, topology.data_parallel_size
@@ -99,7 +108,7 @@ class Engine:
         self._current: Action | None = None
         self._summed: list[nn.Parameter] = []
         self._replicated: dict[str, nn.Parameter] = {}
-        self._has_agreed = False
+        self._has_agreed = not checks_agreement
 
     # -- set-up ----------------------------------------------------------------------------------------------------
 
@@ -269,7 +278,7 @@ class Engine:
         def loss_of(k: int, output: tuple[Any, TargetCounter]) -> Tensor | None:
             nonlocal unit
             result, counter = output
-            loss = _loss_in(result)
+            loss = loss_in(result)
             rows = microbatches[k].num_samples
             weight = weigh(result, counter.calls, rows) if counts > 1 else Weight(1.0, 1.0)
             if math.isnan(unit):
@@ -376,7 +385,12 @@ def numbers(values: Sequence[float | Tensor]) -> list[float]:
     return [next(crossed) if isinstance(value, Tensor) else float(value) for value in values]
 
 
-def _loss_in(result: Any) -> Tensor:
+def loss_in(result: Any) -> Tensor:
+    """The loss among what a training step returned, without dims.
+
+    Raises:
+        ValueError: there is no loss of one number.
+    """
     loss = result.get("loss") if isinstance(result, Mapping) else result
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         found = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
