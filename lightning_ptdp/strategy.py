@@ -167,6 +167,11 @@ class PTDPStrategy(ParallelStrategy):
         return len(self.parallel_devices) if self.parallel_devices is not None else 0
 
     @property
+    def wishes(self) -> Wishes:
+        """What the arguments said about the module, besides sizes."""
+        return self._wishes
+
+    @property
     def groups(self) -> Groups:
         """The process groups of the run."""
         assert self._groups is not None, "groups exist from setup_environment on"
