@@ -158,7 +158,7 @@ def fit_under(layout: str | Mapping[str, Any], make: Make, batches: Any, **argum
     return run_spmd(
         fit,
         world_size=sizes[0] * sizes[1] * sizes[2],
-        timeout=60,
+        timeout=20,
         make=make,
         batches=batches,
         strategy=strategy,
