@@ -212,12 +212,12 @@ class Engine:
     ) -> None:
         trains = phase == TRAINING
         last = self.num_stages - 1
-        is_read_again = len(microbatches) > 1 or len(self.stages) > 1  # by another chunk, or as part of the same tensor
+        is_read_once = self.num_stages == len(microbatches) == 1  # else chunks, neighbours and `key` read it, unchanged
 
         def user_step(stage: int, k: int) -> Any:
             if self._names_streams(run):
                 self._enter_streams(phase, number, k, stage)
-            microbatch = microbatches[k].copy() if is_read_again else microbatches[k]
+            microbatch = microbatches[k] if is_read_once else microbatches[k].copy()
             if not (trains and stage == last):
                 return step(microbatch, stage == last)
             counter = TargetCounter()

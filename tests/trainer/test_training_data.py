@@ -18,7 +18,7 @@ from tests.oracle import ReplicaBatches, quiet_trainer, rows_of
 from tests.spmd import SpmdError, run_spmd
 
 NUM_SAMPLES = 32
-EIGHT = {**LAYOUTS["t2p2"], "data_parallel_size": 2}
+EIGHT = {**LAYOUTS["t2p2"], "data_parallel_size": 2, "micro_batch_size": 8}
 
 
 class Numbered(Dataset):
@@ -32,7 +32,7 @@ class Numbered(Dataset):
         return {"id": index, "x": torch.tensor([index / NUM_SAMPLES, *noise]), "y": torch.tensor(1.0)}
 
 
-class Pairs(BatchSampler):
+class OwnBatches(BatchSampler):
     """A user's own."""
 
 
@@ -51,12 +51,12 @@ def loader_of(kind):
     workers = {"num_workers": 2, "multiprocessing_context": "fork"}
     weights = [1.0] * (NUM_SAMPLES // 2) + [3.0] * (NUM_SAMPLES // 2)
     arguments = {
-        "shuffled": {"shuffle": True, "batch_size": 4},
-        "weighted": {"sampler": WeightedRandomSampler(weights, NUM_SAMPLES), "batch_size": 4},
-        "pairs": {"batch_sampler": Pairs(RandomSampler(samples), 2, drop_last=False)},
-        "unrepeatable": {"sampler": Unrepeatable(), "batch_size": 4},
-        "workers": {"shuffle": True, "batch_size": 4, **workers},
-        "persistent workers": {"shuffle": True, "batch_size": 4, "persistent_workers": True, **workers},
+        "shuffled": {"shuffle": True, "batch_size": 8},
+        "weighted": {"sampler": WeightedRandomSampler(weights, NUM_SAMPLES), "batch_size": 8},
+        "own batches": {"batch_sampler": OwnBatches(RandomSampler(samples), 8, drop_last=False)},
+        "unrepeatable": {"sampler": Unrepeatable(), "batch_size": 8},
+        "workers": {"shuffle": True, "batch_size": 8, **workers},
+        "persistent workers": {"shuffle": True, "batch_size": 8, "persistent_workers": True, **workers},
     }[kind]
     return DataLoader(samples, **arguments)
 
@@ -95,8 +95,8 @@ def ids(notes, epoch):
 
 
 def test_sampler_follows_the_replicas():
-    results = run_spmd(seen, 8, 60, kinds=["shuffled", "pairs", "weighted"], strategy=EIGHT)
-    for kind in ("shuffled", "pairs"):
+    results = run_spmd(seen, 8, 60, kinds=["shuffled", "own batches", "weighted"], strategy=EIGHT)
+    for kind in ("shuffled", "own batches"):
         one, other = by_replica(results, kind)
         for epoch in range(2):
             assert len(ids(one, epoch)) == len(ids(other, epoch)) == NUM_SAMPLES // 2
@@ -111,9 +111,9 @@ def test_sampler_follows_the_replicas():
 
 def test_own_sampler_is_left_alone():
     results = run_spmd(
-        seen, 4, 60, kinds=["shuffled", "pairs"], strategy=LAYOUTS["p2d2"], use_distributed_sampler=False
+        seen, 4, 60, kinds=["shuffled", "own batches"], strategy=LAYOUTS["p2d2"], use_distributed_sampler=False
     )
-    for kind in ("shuffled", "pairs"):
+    for kind in ("shuffled", "own batches"):
         for notes in by_replica(results, kind):
             assert sorted(ids(notes, 0)) == list(range(NUM_SAMPLES)), "all of them, on each replica, as asked"
 
