@@ -29,6 +29,10 @@ class Microbatch:
         """Shapes and dtypes of its tensors, which fix the shapes of all activations."""
         return tuple((path, tuple(leaf.shape), leaf.dtype) for path, leaf in _tensors(self.batch, ""))
 
+    def copy(self) -> Microbatch:
+        """The same with containers and tensors of its own, which a step may change in place."""
+        return dataclasses.replace(self, batch=_map(self.batch, _copied))
+
 
 def digest(batch: Any) -> str:
     """A short text that differs where the values of batches do."""
@@ -112,6 +116,12 @@ def _map(value: Any, function: Callable[[Any], Any]) -> Any:
         changes = {f.name: _map(getattr(value, f.name), function) for f in dataclasses.fields(value) if f.init}
         return dataclasses.replace(value, **changes)
     return function(value)
+
+
+def _copied(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return leaf.clone()
+    return type(leaf)(leaf) if type(leaf) in (list, tuple) else leaf
 
 
 def _is_plain(value: list[Any] | tuple[Any, ...]) -> bool:

@@ -55,6 +55,7 @@ class BatchRun:
     weights: of the microbatches; a weight of 0 means that the microbatch does not count.
     losses: unweighted, detached.
     scale: what the backward of the batch was divided by: gradients are those of sum(weight * loss) / scale.
+    is_skipped: the step returned None, as it may in one process with one microbatch.
     """
 
     sizes: list[int]
@@ -62,6 +63,7 @@ class BatchRun:
     weights: list[float | Tensor] = field(default_factory=list)
     losses: list[Tensor] = field(default_factory=list)
     scale: float = 1.0
+    is_skipped: bool = False
 
     @property
     def num_samples(self) -> int:
@@ -109,6 +111,7 @@ class Engine:
         self._summed: list[nn.Parameter] = []
         self._replicated: dict[str, nn.Parameter] = {}
         self._has_agreed = not checks_agreement
+        self._is_reduced = True  # whether the last accumulation window is complete
 
     # -- set-up ----------------------------------------------------------------------------------------------------
 
@@ -218,19 +221,21 @@ class Engine:
     ) -> None:
         trains = phase == TRAINING
         last = self.num_stages - 1
+        is_read_once = self.num_stages == len(microbatches) == 1  # else chunks, neighbours and `key` read it, unchanged
 
         def user_step(stage: int, k: int) -> Any:
             if self._names_streams(run):
                 self._enter_streams(phase, number, k, stage)
+            microbatch = microbatches[k] if is_read_once else microbatches[k].copy()
             if not (trains and stage == last):
-                return step(microbatches[k], stage == last)
+                return step(microbatch, stage == last)
             counter = TargetCounter()
             if self.skeleton is None:
                 counter.start()
             else:
                 self.skeleton.on_after_blocks = counter.start
             try:
-                return step(microbatches[k], True), counter
+                return step(microbatch, True), counter
             finally:
                 counter.stop()
 
@@ -278,6 +283,10 @@ class Engine:
         def loss_of(k: int, output: tuple[Any, TargetCounter]) -> Tensor | None:
             nonlocal unit
             result, counter = output
+            if result is None and self.groups.topology.world_size == len(microbatches) == 1:
+                run.is_skipped = True
+                run.weights.append(1.0)  # of what it logged
+                return None
             loss = loss_in(result)
             rows = microbatches[k].num_samples
             weight = weigh(result, counter.calls, rows) if counts > 1 else Weight(1.0, 1.0)
@@ -295,8 +304,18 @@ class Engine:
         """Settle the batch's gradients with what its scale left to do.
 
         factor: multiplies them. is_first, is_last: of the accumulation window.
+
+        Raises:
+            RuntimeError: the window was complete already, and its gradients reduced.
         """
         assert self.buffers is not None, "a batch was run"
+        if self._is_reduced and not is_first:
+            raise RuntimeError(
+                "a batch ran after its accumulation window was complete: optimizer_step called its closure again (or "
+                "the first batch of the window was None), and what is reduced already would be reduced again; call the "
+                "closure once, or use accumulate_grad_batches=1"
+            )
+        self._is_reduced = False
         self.buffers.finish_batch(factor, is_first=is_first, is_only=is_first and is_last)
 
     def sum_in_backward(self, module: nn.Module) -> None:
@@ -313,6 +332,7 @@ class Engine:
         buffers of different layout, and the last sum is over the copies.
         """
         assert self.buffers is not None, "a batch was run"
+        self._is_reduced = True
         self.buffers.sum_over(self._summed, self.groups.tensor)
         self._check_agreement(self.buffers)
         self.buffers.reduce(self.groups.data)
@@ -396,7 +416,8 @@ def loss_in(result: Any) -> Tensor:
         found = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
         raise ValueError(
             'training_step must return a loss of one number, or a dict that holds it as "loss"; '
-            f"got {found} (a step cannot be skipped: its peers would wait)"
+            f"got {found}; only one process with one microbatch may skip a batch by None, elsewhere peers would wait: "
+            'return {"loss": loss, "weight": 0}'
         )
     return loss.reshape(())
 

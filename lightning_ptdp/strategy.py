@@ -32,6 +32,7 @@ from lightning_ptdp.checkpoint.whole import WholeState
 from lightning_ptdp.comm import collectives
 from lightning_ptdp.comm.groups import Groups, join_world, world
 from lightning_ptdp.config import Auto, ParallelConfig
+from lightning_ptdp.data_parallel.scaling import GradientSample, check_scaled_alike
 from lightning_ptdp.engine import Engine
 from lightning_ptdp.exchange import Exchange
 from lightning_ptdp.failure import FailureBoard
@@ -50,7 +51,8 @@ from lightning_ptdp.metrics import connect_metrics
 from lightning_ptdp.precision import PTDPPrecision
 from lightning_ptdp.progress import EvaluationProgress
 from lightning_ptdp.schedule import SCHEDULES
-from lightning_ptdp.steps import Context, Steps, batch_of
+from lightning_ptdp.steps import Context, Steps, batch_of, edits_gradients, refused_steps
+from lightning_ptdp.stopping import StopTogether
 from lightning_ptdp.tensor_parallel.random import mix, share_random_state
 from lightning_ptdp.whole_module import agree_on_weights, pin_summaries, refused_callbacks
 
@@ -58,7 +60,7 @@ from lightning_ptdp.whole_module import agree_on_weights, pin_summaries, refused
 _SYNC_ADVICE = r"It is recommended to use `self\.log\(.*sync_dist=True\)`"
 # And when it evaluates with a sampler that repeats samples, which ours does not.
 _SAMPLER_ADVICE = r"Using `DistributedSampler` with the dataloaders\."
-_CHECKED_BATCHES = 2  # of training, that the ranks of a replica compare
+_CHECKED_BATCHES = 2  # of a run and of each epoch of training, that the ranks of a replica compare
 
 
 class PTDPStrategy(ParallelStrategy):
@@ -149,9 +151,12 @@ class PTDPStrategy(ParallelStrategy):
         self._exchange: Exchange | None = None
         self._steps: Steps | None = None
         self._board: FailureBoard | None = None
-        self._progress = EvaluationProgress()
+        self._progress, self._stop_together = EvaluationProgress(), StopTogether()
         self._optimizer_names: list[list[list[str]]] = []
         self._blocks_sync = False
+        self._unchecked = 0
+        self._watches_edits = False
+        self._sample: GradientSample | None = None
 
     # -- processes ---------------------------------------------------------------------------------------------------
 
@@ -291,7 +296,9 @@ class PTDPStrategy(ParallelStrategy):
         if fits:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
-        self.precision.bind(self._gradient_norm)
+        self._unchecked = _CHECKED_BATCHES
+        self.precision.bind(self._norm_of, self._check_edits)
+        self._watches_edits = self.groups.replica.size() > 1 and edits_gradients(trainer, module)
         assert self._exchange is not None, "made with the groups"
         self._steps = Steps(module, self._engine, self._exchange, self._board)
         warnings.filterwarnings("ignore", message=_SAMPLER_ADVICE)
@@ -299,8 +306,7 @@ class PTDPStrategy(ParallelStrategy):
             warnings.filterwarnings("ignore", message=_SYNC_ADVICE)
         connect_metrics(module, self.groups, lambda: self.steps.is_in_step, self.root_device)
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by Lightning's connector
-        if self._progress not in callbacks:
-            callbacks.append(self._progress)
+        callbacks.extend(callback for callback in (self._progress, self._stop_together) if callback not in callbacks)
         share_random_state(self.root_device, self.groups.world)
 
     def _check(self, trainer: pl.Trainer, module: pl.LightningModule) -> Layout:
@@ -313,7 +319,7 @@ class PTDPStrategy(ParallelStrategy):
             topology, more = self.config.resolve(self.world_size)
             faults += [fault for fault in more if fault not in faults]
         layout, more = lay_out(module, self.config, topology, self._wishes)
-        faults += more + refused_callbacks(trainer, topology)
+        faults += more + refused_callbacks(trainer, topology) + refused_steps(module, topology)
         if topology.pipeline_parallel_size > 1 and not module.automatic_optimization:
             faults.append(
                 "manual optimization runs backward inside training_step, where only the last stage arrives; use "
@@ -397,9 +403,10 @@ class PTDPStrategy(ParallelStrategy):
         if not self.engine.trains(self._trained()):
             self._bind()
         loop, accumulate = module.trainer.fit_loop, module.trainer.accumulate_grad_batches
-        if loop.total_batch_idx < _CHECKED_BATCHES:
+        if loop.batch_idx < _CHECKED_BATCHES or self._unchecked > 0:
+            self._unchecked -= 1
             self.steps.check_same(batch_of(args, kwargs))
-        return self.steps.train(
+        output = self.steps.train(
             self.precision.train_step_context,
             lambda loss: self.precision.backward(loss, module, None),
             args,
@@ -410,6 +417,9 @@ class PTDPStrategy(ParallelStrategy):
             is_last=not self._blocks_sync,
             loss_dtype=self.precision.loss_dtype,
         )
+        if output is None and not self._blocks_sync:  # a skipped batch has no backward, and may end a window
+            self.engine.reduce_gradients()
+        return output
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Publish the gradients that the schedule left, once the window is complete."""
@@ -419,6 +429,7 @@ class PTDPStrategy(ParallelStrategy):
         closure_loss = self.precision.pre_backward(closure_loss, module)
         if not self._blocks_sync:
             self.engine.reduce_gradients()
+            self._sample = GradientSample(self._trained()) if self._watches_edits else None
         return self.precision.post_backward(closure_loss, module)
 
     def _manual_backward(self, loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
@@ -463,8 +474,17 @@ class PTDPStrategy(ParallelStrategy):
             joins_replicas=name != "predict_step",
         )
 
-    def _gradient_norm(self, parameters: list[nn.Parameter]) -> Tensor:
+    def gradient_norm(self) -> Tensor:
+        """The norm of the finished gradients over the whole model, for hooks before a step; every rank must call it."""
+        return self._norm_of(self._trained())
+
+    def _norm_of(self, parameters: list[nn.Parameter]) -> Tensor:
         return self.engine.gradient_norm(self._module, parameters)
+
+    def _check_edits(self) -> None:
+        if self._sample is not None:
+            check_scaled_alike(self._sample, self.groups.replica, self.groups.topology.replica_ranks(self.groups.at))
+            self._sample = None
 
     # -- collectives of Lightning ------------------------------------------------------------------------------------
 

@@ -34,7 +34,7 @@ _PURE = "config topology schedule"
 _COMPUTE = "comm kernels batch loss_weight outputs data_parallel tensor_parallel pipeline recompute"
 _FRONT = (
     f"engine checkpoint planner {_PURE} comm batch exchange failure outputs precision loaders logging metrics progress "
-    "whole_module layout steps strategy check tensor_parallel.random"
+    "stopping whole_module layout steps strategy check tensor_parallel.random"
 )
 
 UNITS: dict[str, Unit] = {
@@ -63,8 +63,9 @@ UNITS: dict[str, Unit] = {
     "progress": _unit(4, _FRONT, "torch lightning"),
     "whole_module": _unit(4, _FRONT, "torch lightning"),
     "steps": _unit(4, _FRONT, "torch lightning"),
-    "strategy": _unit(4, _FRONT, "torch lightning"),
     "check": _unit(4, f"{_FRONT} pipeline.partition tensor_parallel.shard", "torch lightning numpy"),
+    "stopping": _unit(4, _FRONT, "lightning"),
+    "strategy": _unit(4, f"data_parallel.scaling {_FRONT}", "torch lightning"),
     "nn": _unit(2, "kernels", "torch"),
     "data": _unit(2, "", "torch lightning datasets tokenizers numpy rich"),
     "compat": _unit(2, "kernels", "torch"),
