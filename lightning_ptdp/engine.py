@@ -31,7 +31,7 @@ from lightning_ptdp.loss_weight import TargetCounter, Weight, weigh
 from lightning_ptdp.outputs import detached
 from lightning_ptdp.pipeline.partition import Partition
 from lightning_ptdp.pipeline.runtime import Runtime
-from lightning_ptdp.pipeline.skeleton import Skeleton
+from lightning_ptdp.pipeline.skeleton import Skeleton, nothing
 from lightning_ptdp.pipeline.stage import StageWorker
 from lightning_ptdp.schedule import Action, Program, Span, choose, generate, lower
 from lightning_ptdp.tensor_parallel.agreement import disagreements
@@ -224,6 +224,8 @@ class Engine:
                 return step(microbatches[k], True), counter
             finally:
                 counter.stop()
+                if self.skeleton is not None:
+                    self.skeleton.on_after_blocks = nothing  # an evaluation would start the counter again
 
         worker = StageWorker(
             self.skeleton, self.num_stages, step=user_step, loss_of=loss_of, backward=backward, trains=trains

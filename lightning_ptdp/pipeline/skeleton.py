@@ -168,8 +168,8 @@ class Skeleton:
         """
         self.partition = partition
         self.stages = stages
-        self.on_enter: Callable[[], None] = _nothing
-        self.on_after_blocks: Callable[[], None] = _nothing
+        self.on_enter: Callable[[], None] = nothing
+        self.on_after_blocks: Callable[[], None] = nothing
         self.parameter_names = tuple(name for name, _ in module.named_parameters())
         self.state_names = tuple(module.state_dict())
         self.aliases = _aliases(module)
@@ -259,7 +259,7 @@ class Skeleton:
                 _swap_class(outer, _last_call)
 
 
-def _nothing() -> None:
+def nothing() -> None:
     """The hook of a skeleton that nobody listens to."""
 
 
