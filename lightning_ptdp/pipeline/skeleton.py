@@ -187,6 +187,10 @@ class Skeleton:
         found: Skeleton | None = module.__dict__.get(_ATTRIBUTE)
         return found
 
+    def __deepcopy__(self, _: Any) -> Skeleton:
+        """A copy of a split module is split in the same way; what is hollow stays the original's."""
+        return self
+
     def owners(self, name: str) -> frozenset[int]:
         """The stages that own a parameter, under any of its names."""
         return frozenset().union(*(self.partition.owners(alias) for alias in self.aliases.get(name, (name,))))
