@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache, cached_property, partial
 from typing import Any
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from lightning_ptdp import batch as batches
 from lightning_ptdp.batch import Microbatch
-from lightning_ptdp.comm.collectives import summed_copy
+from lightning_ptdp.comm.collectives import MAX, all_reduce_, gather_objects, summed_copy
 from lightning_ptdp.comm.groups import Groups
 from lightning_ptdp.comm.p2p import Messenger
 from lightning_ptdp.config import ParallelConfig, micro_batch_size
@@ -31,7 +31,7 @@ from lightning_ptdp.loss_weight import TargetCounter, Weight, weigh
 from lightning_ptdp.outputs import detached
 from lightning_ptdp.pipeline.partition import Partition
 from lightning_ptdp.pipeline.runtime import Runtime
-from lightning_ptdp.pipeline.skeleton import Skeleton
+from lightning_ptdp.pipeline.skeleton import Skeleton, nothing
 from lightning_ptdp.pipeline.stage import StageWorker
 from lightning_ptdp.schedule import Action, Program, Span, choose, generate, lower
 from lightning_ptdp.tensor_parallel.agreement import disagreements
@@ -110,8 +110,11 @@ class Engine:
         self._current: Action | None = None
         self._summed: list[nn.Parameter] = []
         self._replicated: dict[str, nn.Parameter] = {}
-        self._has_agreed = not checks_agreement
+        self._checks_agreement = checks_agreement
+        self._has_agreed = False
         self._is_reduced = True  # whether the last accumulation window is complete
+        self._members: dict[int, list[nn.Parameter]] = {stage: [] for stage in self.stages}
+        self._carries: tuple[bool, ...] = ()
 
     # -- set-up ----------------------------------------------------------------------------------------------------
 
@@ -126,6 +129,10 @@ class Engine:
         if self.groups.topology.tensor_parallel_size > 1:
             convert(module, placement, self.groups.tensor, self.device, placement.sequence_blocks)
         self.placement = placement
+
+    def whole(self) -> AbstractContextManager[None]:
+        """Within, the module's parameters are those of the whole model, hollow ones included."""
+        return nullcontext() if self.skeleton is None else self.skeleton.whole()
 
     def state_names(self, module: nn.Module) -> tuple[str, ...]:
         """Names of the plain module's state, in order."""
@@ -146,8 +153,11 @@ class Engine:
         names = self.plain_names(module)
         self._summed = [p for p in trained if names[p] in self.placement.summed]
         self._replicated = {names[p]: p for p in trained if names[p] not in self.placement.shards}
+        self._has_agreed = not self._checks_agreement
         if self.skeleton is not None:
             self._shared = SharedGradients(self._shared_parameters(module, self.skeleton), self.groups, self.device)
+            owners = {p: self.skeleton.owners(name) for p, name in names.items()}
+            self._members = {s: [p for p in names if s in owners[p]] for s in self.stages}
 
     def trains(self, parameters: Sequence[nn.Parameter]) -> bool:
         """Whether the buffers are those of these parameters."""
@@ -195,6 +205,25 @@ class Engine:
             self._run(run, microbatches, step, loss_of, backward, phase=TRAINING, number=number)
         return run
 
+    def agree(self, fault: str | None = None) -> None:
+        """Before a batch: which cuts a gradient crosses, those above a stage that trains anything.
+
+        Parameters may be frozen or unfrozen between any two batches, and only their owners see it.
+
+        fault: what is wrong with such a change.
+
+        Raises:
+            RuntimeError: a rank of the pipeline has a fault; on all of them.
+        """
+        seen = torch.zeros(self.num_stages + 1, dtype=torch.int32)
+        for stage, members in self._members.items():
+            seen[stage] = any(parameter.requires_grad for parameter in members)
+        seen[-1] = fault is not None
+        *trains, is_faulty = all_reduce_(seen, self.groups.pipeline, MAX).tolist()
+        if is_faulty:
+            raise RuntimeError(next(text for text in gather_objects(fault, self.groups.pipeline) if text is not None))
+        self._carries = tuple(any(trains[: cut + 1]) for cut in range(self.num_stages - 1))
+
     def evaluate_batch(self, batch: Any, step: UserStep, *, number: int, size: int | None) -> BatchRun:
         """Run the forward of a batch, whole or in microbatches of `size`."""
         rows = batches.num_samples(batch)
@@ -238,9 +267,17 @@ class Engine:
                 return step(microbatch, True), counter
             finally:
                 counter.stop()
+                if self.skeleton is not None:
+                    self.skeleton.on_after_blocks = nothing  # an evaluation would start the counter again
 
         worker = StageWorker(
-            self.skeleton, self.num_stages, step=user_step, loss_of=loss_of, backward=backward, trains=trains
+            self.skeleton,
+            self.num_stages,
+            step=user_step,
+            loss_of=loss_of,
+            backward=backward,
+            trains=trains,
+            carries=self._carries,
         )
         signatures: dict[int, Hashable] = {}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -16,7 +16,6 @@ from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import ParallelStrategy, StrategyRegistry
@@ -26,8 +25,18 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from lightning_ptdp import loaders
+from lightning_ptdp.averages import split_averages
+from lightning_ptdp.callbacks import (
+    callbacks_of,
+    count_replicas,
+    refused_callbacks,
+    release,
+    show_whole_model,
+    tell_restored,
+)
 from lightning_ptdp.checkpoint.whole import WholeState
 from lightning_ptdp.comm import collectives
 from lightning_ptdp.comm.groups import Groups, join_world, world
@@ -36,6 +45,7 @@ from lightning_ptdp.data_parallel.scaling import GradientSample, check_scaled_al
 from lightning_ptdp.engine import Engine
 from lightning_ptdp.exchange import Exchange
 from lightning_ptdp.failure import FailureBoard
+from lightning_ptdp.holdings import holdings, table
 from lightning_ptdp.layout import (
     Layout,
     Wishes,
@@ -48,13 +58,14 @@ from lightning_ptdp.layout import (
 )
 from lightning_ptdp.logging import ALREADY_SYNCED
 from lightning_ptdp.metrics import connect_metrics
+from lightning_ptdp.parameter_groups import WholeGroups
 from lightning_ptdp.precision import PTDPPrecision
 from lightning_ptdp.progress import EvaluationProgress
 from lightning_ptdp.schedule import SCHEDULES
 from lightning_ptdp.steps import Context, Steps, batch_of, edits_gradients, refused_steps
 from lightning_ptdp.stopping import StopTogether
 from lightning_ptdp.tensor_parallel.random import mix, share_random_state
-from lightning_ptdp.whole_module import agree_on_weights, pin_summaries, refused_callbacks
+from lightning_ptdp.whole_module import agree_on_weights, pin_summaries
 
 # What Lightning says when a value is not reduced over ranks; with one replica there is nothing to reduce.
 _SYNC_ADVICE = r"It is recommended to use `self\.log\(.*sync_dist=True\)`"
@@ -152,7 +163,8 @@ class PTDPStrategy(ParallelStrategy):
         self._steps: Steps | None = None
         self._board: FailureBoard | None = None
         self._progress, self._stop_together = EvaluationProgress(), StopTogether()
-        self._optimizer_names: list[list[list[str]]] = []
+        self._parameter_groups = WholeGroups()
+        self._loading: RemovableHandle | None = None
         self._blocks_sync = False
         self._unchecked = 0
         self._watches_edits = False
@@ -284,11 +296,14 @@ class PTDPStrategy(ParallelStrategy):
         layout = self._check(trainer, module)
         if self._board is not None:
             self._board.__enter__()
-        if layout_of(module) is None:
-            pin_summaries(trainer, module)
+        is_whole = layout_of(module) is None
+        has_summary = pin_summaries(trainer, module, is_whole=is_whole)
+        if is_whole:
             agree_on_weights(module, self.groups)
             remember(module, layout)
             rank_zero_info(f"{describe(layout, self.config)}; kernels: PyTorch's own operations, none compiled")
+            if has_summary and layout.topology.replica_size > 1:
+                rank_zero_info(table(holdings(module, layout)))
         self.precision.convert_module(module)
         self._engine = Engine(self.config, self.groups, self.root_device, self._agreed_seed())
         self._engine.set_up(module, layout.partition, layout.placement)
@@ -305,9 +320,17 @@ class PTDPStrategy(ParallelStrategy):
         if not self.is_distributed:
             warnings.filterwarnings("ignore", message=_SYNC_ADVICE)
         connect_metrics(module, self.groups, lambda: self.steps.is_in_step, self.root_device)
-        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by Lightning's connector
-        callbacks.extend(callback for callback in (self._progress, self._stop_together) if callback not in callbacks)
+        self._connect_callbacks(trainer)
         share_random_state(self.root_device, self.groups.world)
+
+    def _connect_callbacks(self, trainer: pl.Trainer) -> None:
+        callbacks, topology = callbacks_of(trainer), self.groups.topology
+        callbacks.extend(callback for callback in (self._progress, self._stop_together) if callback not in callbacks)
+        show_whole_model(callbacks, self.whole_model)
+        count_replicas(callbacks, topology, self.root_device, str(self.precision.precision))
+        if topology.replica_size > 1:
+            names = self.engine.state_names(self._module)
+            self._loading = split_averages(callbacks, self._module, self._whole_state(), names)
 
     def _check(self, trainer: pl.Trainer, module: pl.LightningModule) -> Layout:
         """The layout of the module; raises on every rank with all that is wrong, before the first collective on it."""
@@ -319,7 +342,8 @@ class PTDPStrategy(ParallelStrategy):
             topology, more = self.config.resolve(self.world_size)
             faults += [fault for fault in more if fault not in faults]
         layout, more = lay_out(module, self.config, topology, self._wishes)
-        faults += more + refused_callbacks(trainer, topology) + refused_steps(module, topology)
+        faults += more + refused_callbacks(callbacks_of(trainer), module, topology)
+        faults += refused_steps(module, topology)
         if topology.pipeline_parallel_size > 1 and not module.automatic_optimization:
             faults.append(
                 "manual optimization runs backward inside training_step, where only the last stage arrives; use "
@@ -340,30 +364,57 @@ class PTDPStrategy(ParallelStrategy):
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         """Configure the optimizers on the whole tree, then leave them what this rank owns."""
         module, skeleton = self._module, self.engine.skeleton
-        with skeleton.whole() if skeleton is not None else nullcontext():
+        with self.engine.whole():
             super().setup_optimizers(trainer)
-            names = {parameter: name for name, parameter in reversed(list(module.named_parameters()))}
-            self._optimizer_names = [
-                [[names[p] for p in group["params"]] for group in optimizer.param_groups]
-                for optimizer in self.optimizers
-            ]
-        hollow = skeleton.hollow.parameters if skeleton is not None else set()
-        for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                group["params"] = [p for p in group["params"] if p not in hollow]
-            for parameter in hollow & optimizer.state.keys():
-                del optimizer.state[parameter]
+        self._parameter_groups = WholeGroups(frozenset() if skeleton is None else skeleton.hollow.parameters)
+        self._parameter_groups.hide(self.optimizers)
         if module.automatic_optimization:
             self._bind()
         else:
             self.engine.sum_in_backward(module)
 
+    @contextmanager
+    def whole_model(self) -> Iterator[None]:
+        """Within, the module and the optimizers list the whole model's parameters, as in one process.
+
+        For code outside steps that freezes modules or adds parameter groups; it must run on every rank. The values of
+        what other ranks own are NaN.
+        """
+        with self.engine.whole(), self._parameter_groups.shown(self.optimizers):
+            yield
+
     def _trained(self) -> list[nn.Parameter]:
         members = [p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]]
-        return list(dict.fromkeys(members))
+        return [p for p in dict.fromkeys(members) if p.requires_grad]
+
+    def _follow_what_trains(self, is_first: bool) -> str | None:
+        """Make other buffers where parameters were frozen, unfrozen or added; or say what is wrong with it.
+
+        is_first: of an accumulation window.
+        """
+        if self.engine.trains(self._trained()):
+            return None
+        if not is_first:
+            return (
+                "parameters were frozen or unfrozen within a window of accumulate_grad_batches, whose gradients are "
+                "summed already; do it before the first batch of a window, at the start of an epoch for example"
+            )
+        fault = self._parameter_groups.follow(self.optimizers)
+        if fault is None:
+            self._bind()
+        return fault
 
     def _bind(self) -> None:
         self.engine.bind(self._module, self._trained())
+
+    def _group_names(self) -> list[list[list[str]]]:
+        """The plain names of the whole model's parameters, by optimizer and group."""
+        fault = self._parameter_groups.follow(self.optimizers)
+        if fault is not None:
+            raise RuntimeError(fault)
+        with self.engine.whole():
+            names = {parameter: name for name, parameter in self._module.named_parameters()}
+        return self._parameter_groups.names(names)
 
     @property
     def precision(self) -> PTDPPrecision:
@@ -400,9 +451,9 @@ class PTDPStrategy(ParallelStrategy):
         module = self._module
         if not module.automatic_optimization:
             return super().training_step(*args, **kwargs)
-        if not self.engine.trains(self._trained()):
-            self._bind()
         loop, accumulate = module.trainer.fit_loop, module.trainer.accumulate_grad_batches
+        is_first = loop.batch_idx % accumulate == 0
+        self.engine.agree(self._follow_what_trains(is_first))
         if loop.batch_idx < _CHECKED_BATCHES or self._unchecked > 0:
             self._unchecked -= 1
             self.steps.check_same(batch_of(args, kwargs))
@@ -413,7 +464,7 @@ class PTDPStrategy(ParallelStrategy):
             kwargs,
             number=loop.total_batch_idx,
             accumulate=accumulate,
-            is_first=loop.batch_idx % accumulate == 0,
+            is_first=is_first,
             is_last=not self._blocks_sync,
             loss_dtype=self.precision.loss_dtype,
         )
@@ -542,18 +593,19 @@ class PTDPStrategy(ParallelStrategy):
         """A plain optimizer's state on global rank 0, without values elsewhere; every rank must call this."""
         self._refuse_after_failure()
         plain = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-        names = self._optimizer_names[self.optimizers.index(plain)]
+        names = self._group_names()[self.optimizers.index(plain)]
         return self._whole_state().gather_optimizer(plain, names, self.engine.plain_names(self._module))
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load this rank's part of plain optimizers' states."""
+        tell_restored(self._module.trainer, self._module, self.whole_model)
         whole, name_of = self._whole_state(), self.engine.plain_names(self._module)
         states = checkpoint["optimizer_states"]
-        for optimizer, names, given in zip(self.optimizers, self._optimizer_names, states, strict=True):
+        for optimizer, names, given in zip(self.optimizers, self._group_names(), states, strict=True):
             optimizer.load_state_dict(whole.cut_optimizer(optimizer, names, name_of, given))
 
     def _refuse_after_failure(self) -> None:
-        if self._module.trainer.interrupted:
+        if self._module.trainer.interrupted and self.world_size > 1:
             if self._board is not None:  # a callback that saves now ends the Trainer before it tells the strategy
                 failure = sys.exc_info()[1]
                 if failure is not None:
@@ -577,6 +629,10 @@ class PTDPStrategy(ParallelStrategy):
             self._board.__exit__()
         if self._steps is not None:
             self._steps.close()
+        if self._loading is not None:
+            self._loading.remove()
+        if self.lightning_module is not None:
+            release(callbacks_of(self._module.trainer))
         if self._engine is not None:
             self._engine.release()
         super().teardown()

@@ -126,6 +126,7 @@ def _run_rank(
     engine = Engine(config, groups, CPU, seed, checks_agreement=False)
     engine.set_up(module, layout.partition, layout.placement)
     engine.bind(module, list(dict.fromkeys(p for p in module.parameters() if p.requires_grad)))
+    engine.agree()
     num_microbatches = 0
 
     @contextmanager
@@ -149,6 +150,8 @@ def _run_rank(
             loss_dtype=torch.float64,
         )
         engine.reduce_gradients()
+    if result is None:
+        raise ValueError("training_step returned None, which skips the batch; a check needs a loss")
     return Part(
         at=groups.at,
         loss=float(result["loss"]),
