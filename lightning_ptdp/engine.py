@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache, cached_property, partial
 from typing import Any
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from lightning_ptdp import batch as batches
 from lightning_ptdp.batch import Microbatch
-from lightning_ptdp.comm.collectives import summed_copy
+from lightning_ptdp.comm.collectives import MAX, all_reduce_, gather_objects, summed_copy
 from lightning_ptdp.comm.groups import Groups
 from lightning_ptdp.comm.p2p import Messenger
 from lightning_ptdp.config import ParallelConfig, micro_batch_size
@@ -31,7 +31,7 @@ from lightning_ptdp.loss_weight import TargetCounter, Weight, weigh
 from lightning_ptdp.outputs import detached
 from lightning_ptdp.pipeline.partition import Partition
 from lightning_ptdp.pipeline.runtime import Runtime
-from lightning_ptdp.pipeline.skeleton import Skeleton
+from lightning_ptdp.pipeline.skeleton import Skeleton, nothing
 from lightning_ptdp.pipeline.stage import StageWorker
 from lightning_ptdp.schedule import Action, Program, Span, choose, generate, lower
 from lightning_ptdp.tensor_parallel.agreement import disagreements
@@ -55,6 +55,7 @@ class BatchRun:
     weights: of the microbatches; a weight of 0 means that the microbatch does not count.
     losses: unweighted, detached.
     scale: what the backward of the batch was divided by: gradients are those of sum(weight * loss) / scale.
+    is_skipped: the step returned None, as it may in one process with one microbatch.
     """
 
     sizes: list[int]
@@ -62,6 +63,7 @@ class BatchRun:
     weights: list[float | Tensor] = field(default_factory=list)
     losses: list[Tensor] = field(default_factory=list)
     scale: float = 1.0
+    is_skipped: bool = False
 
     @property
     def num_samples(self) -> int:
@@ -82,8 +84,17 @@ class BatchRun:
 class Engine:
     """Runs batches on a module that `set_up` split, or that is whole on this rank."""
 
-    def __init__(self, config: ParallelConfig, groups: Groups, device: torch.device, seed: int) -> None:
-        """seed: of the run's random streams, the same on every rank."""
+    def __init__(
+        self,
+        config: ParallelConfig,
+        groups: Groups,
+        device: torch.device,
+        seed: int,
+        *,
+        checks_agreement: bool = True,
+    ) -> None:
+        """seed: of the run's random streams, the same on every rank. checks_agreement: of tensor peers on the first
+        gradients."""
         self.config, self.groups, self.device = config, groups, device
         topology = groups.topology
         self._p, self._d = topology.pipeline_parallel_size, topology.data_parallel_size
@@ -99,7 +110,11 @@ class Engine:
         self._current: Action | None = None
         self._summed: list[nn.Parameter] = []
         self._replicated: dict[str, nn.Parameter] = {}
+        self._checks_agreement = checks_agreement
         self._has_agreed = False
+        self._is_reduced = True  # whether the last accumulation window is complete
+        self._members: dict[int, list[nn.Parameter]] = {stage: [] for stage in self.stages}
+        self._carries: tuple[bool, ...] = ()
 
     # -- set-up ----------------------------------------------------------------------------------------------------
 
@@ -114,6 +129,10 @@ class Engine:
         if self.groups.topology.tensor_parallel_size > 1:
             convert(module, placement, self.groups.tensor, self.device, placement.sequence_blocks)
         self.placement = placement
+
+    def whole(self) -> AbstractContextManager[None]:
+        """Within, the module's parameters are those of the whole model, hollow ones included."""
+        return nullcontext() if self.skeleton is None else self.skeleton.whole()
 
     def state_names(self, module: nn.Module) -> tuple[str, ...]:
         """Names of the plain module's state, in order."""
@@ -134,8 +153,11 @@ class Engine:
         names = self.plain_names(module)
         self._summed = [p for p in trained if names[p] in self.placement.summed]
         self._replicated = {names[p]: p for p in trained if names[p] not in self.placement.shards}
+        self._has_agreed = not self._checks_agreement
         if self.skeleton is not None:
             self._shared = SharedGradients(self._shared_parameters(module, self.skeleton), self.groups, self.device)
+            owners = {p: self.skeleton.owners(name) for p, name in names.items()}
+            self._members = {s: [p for p in names if s in owners[p]] for s in self.stages}
 
     def trains(self, parameters: Sequence[nn.Parameter]) -> bool:
         """Whether the buffers are those of these parameters."""
@@ -183,6 +205,25 @@ class Engine:
             self._run(run, microbatches, step, loss_of, backward, phase=TRAINING, number=number)
         return run
 
+    def agree(self, fault: str | None = None) -> None:
+        """Before a batch: which cuts a gradient crosses, those above a stage that trains anything.
+
+        Parameters may be frozen or unfrozen between any two batches, and only their owners see it.
+
+        fault: what is wrong with such a change.
+
+        Raises:
+            RuntimeError: a rank of the pipeline has a fault; on all of them.
+        """
+        seen = torch.zeros(self.num_stages + 1, dtype=torch.int32)
+        for stage, members in self._members.items():
+            seen[stage] = any(parameter.requires_grad for parameter in members)
+        seen[-1] = fault is not None
+        *trains, is_faulty = all_reduce_(seen, self.groups.pipeline, MAX).tolist()
+        if is_faulty:
+            raise RuntimeError(next(text for text in gather_objects(fault, self.groups.pipeline) if text is not None))
+        self._carries = tuple(any(trains[: cut + 1]) for cut in range(self.num_stages - 1))
+
     def evaluate_batch(self, batch: Any, step: UserStep, *, number: int, size: int | None) -> BatchRun:
         """Run the forward of a batch, whole or in microbatches of `size`."""
         rows = batches.num_samples(batch)
@@ -209,24 +250,34 @@ class Engine:
     ) -> None:
         trains = phase == TRAINING
         last = self.num_stages - 1
+        is_read_once = self.num_stages == len(microbatches) == 1  # else chunks, neighbours and `key` read it, unchanged
 
         def user_step(stage: int, k: int) -> Any:
             if self._names_streams(run):
                 self._enter_streams(phase, number, k, stage)
+            microbatch = microbatches[k] if is_read_once else microbatches[k].copy()
             if not (trains and stage == last):
-                return step(microbatches[k], stage == last)
+                return step(microbatch, stage == last)
             counter = TargetCounter()
             if self.skeleton is None:
                 counter.start()
             else:
                 self.skeleton.on_after_blocks = counter.start
             try:
-                return step(microbatches[k], True), counter
+                return step(microbatch, True), counter
             finally:
                 counter.stop()
+                if self.skeleton is not None:
+                    self.skeleton.on_after_blocks = nothing  # an evaluation would start the counter again
 
         worker = StageWorker(
-            self.skeleton, self.num_stages, step=user_step, loss_of=loss_of, backward=backward, trains=trains
+            self.skeleton,
+            self.num_stages,
+            step=user_step,
+            loss_of=loss_of,
+            backward=backward,
+            trains=trains,
+            carries=self._carries,
         )
         signatures: dict[int, Hashable] = {}
 
@@ -269,7 +320,11 @@ class Engine:
         def loss_of(k: int, output: tuple[Any, TargetCounter]) -> Tensor | None:
             nonlocal unit
             result, counter = output
-            loss = _loss_in(result)
+            if result is None and self.groups.topology.world_size == len(microbatches) == 1:
+                run.is_skipped = True
+                run.weights.append(1.0)  # of what it logged
+                return None
+            loss = loss_in(result)
             rows = microbatches[k].num_samples
             weight = weigh(result, counter.calls, rows) if counts > 1 else Weight(1.0, 1.0)
             if math.isnan(unit):
@@ -286,8 +341,18 @@ class Engine:
         """Settle the batch's gradients with what its scale left to do.
 
         factor: multiplies them. is_first, is_last: of the accumulation window.
+
+        Raises:
+            RuntimeError: the window was complete already, and its gradients reduced.
         """
         assert self.buffers is not None, "a batch was run"
+        if self._is_reduced and not is_first:
+            raise RuntimeError(
+                "a batch ran after its accumulation window was complete: optimizer_step called its closure again (or "
+                "the first batch of the window was None), and what is reduced already would be reduced again; call the "
+                "closure once, or use accumulate_grad_batches=1"
+            )
+        self._is_reduced = False
         self.buffers.finish_batch(factor, is_first=is_first, is_only=is_first and is_last)
 
     def sum_in_backward(self, module: nn.Module) -> None:
@@ -304,6 +369,7 @@ class Engine:
         buffers of different layout, and the last sum is over the copies.
         """
         assert self.buffers is not None, "a batch was run"
+        self._is_reduced = True
         self.buffers.sum_over(self._summed, self.groups.tensor)
         self._check_agreement(self.buffers)
         self.buffers.reduce(self.groups.data)
@@ -376,13 +442,19 @@ def numbers(values: Sequence[float | Tensor]) -> list[float]:
     return [next(crossed) if isinstance(value, Tensor) else float(value) for value in values]
 
 
-def _loss_in(result: Any) -> Tensor:
+def loss_in(result: Any) -> Tensor:
+    """The loss among what a training step returned, without dims.
+
+    Raises:
+        ValueError: there is no loss of one number.
+    """
     loss = result.get("loss") if isinstance(result, Mapping) else result
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         found = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
         raise ValueError(
             'training_step must return a loss of one number, or a dict that holds it as "loss"; '
-            f"got {found} (a step cannot be skipped: its peers would wait)"
+            f"got {found}; only one process with one microbatch may skip a batch by None, elsewhere peers would wait: "
+            'return {"loss": loss, "weight": 0}'
         )
     return loss.reshape(())
 

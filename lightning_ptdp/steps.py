@@ -8,6 +8,9 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
 
 from lightning_ptdp import outputs
@@ -18,6 +21,7 @@ from lightning_ptdp.exchange import Exchange, StepReport
 from lightning_ptdp.failure import FailureBoard
 from lightning_ptdp.logging import LogRecorder
 from lightning_ptdp.metrics import frozen_metrics
+from lightning_ptdp.topology import Topology
 
 Context = Callable[[], AbstractContextManager[None]]
 
@@ -48,13 +52,14 @@ class Steps:
         is_first: bool,
         is_last: bool,
         loss_dtype: torch.dtype,
-    ) -> dict[str, Any]:
+    ) -> dict[str, Any] | None:
         """Run forward and backward of a batch; its gradients join those of the accumulation window.
 
         args, kwargs: of the user's training_step, the batch first. number: of the batch in the run.
         accumulate: batches a window. is_first, is_last: of the window. loss_dtype: of the loss that is returned.
 
-        Returns what the step would have returned for the whole batch: the loss, and what else was in its dict.
+        Returns what the step would have returned for the whole batch: the loss, and what else was in its dict; None
+        where one process skips the batch.
         """
         step = self._user_step(self._module.training_step, context, args, kwargs)
         with self._running():
@@ -63,6 +68,8 @@ class Steps:
             report = self._share(run, has_output=bool(extra))
         self._engine.finish_batch(report.factor, is_first=is_first, is_last=is_last)
         self._recorder.replay(report.logged, self._engine.device)
+        if run.is_skipped:
+            return None
         loss = torch.tensor(report.loss, dtype=loss_dtype, device=self._engine.device)
         return {"loss": loss, **(self._from_last_stage(extra) if report.has_output else {})}
 
@@ -161,6 +168,28 @@ class Steps:
             raise
         finally:
             self.is_in_step = False
+
+
+def refused_steps(module: pl.LightningModule, topology: Topology) -> list[str]:
+    """Steps that a pipeline cannot run: a sentence each."""
+    if topology.pipeline_parallel_size == 1:
+        return []
+    return [
+        f"{name} takes the iterator of the loader (dataloader_iter), and a pipeline must see the batch before the step "
+        f"runs, to cut it; use {name}(self, batch, batch_idx), or pipeline_parallel_size=1"
+        for name in ("training_step", "validation_step", "test_step", "predict_step")
+        if is_param_in_hook_signature(getattr(module, name), "dataloader_iter", explicit=True)
+    ]
+
+
+def edits_gradients(trainer: pl.Trainer, module: pl.LightningModule) -> bool:
+    """Whether there are hooks of a user's that may change gradients before the optimizer's step."""
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by Lightning's connector
+    return is_overridden("configure_gradient_clipping", module, pl.LightningModule) or any(
+        is_overridden(hook, instance, parent)
+        for hook in ("on_after_backward", "on_before_optimizer_step")
+        for instance, parent in [(module, pl.LightningModule), *((callback, Callback) for callback in callbacks)]
+    )
 
 
 def batch_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,6 @@ from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment, TorchChec
 from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import ParallelStrategy, StrategyRegistry
@@ -27,18 +26,30 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from lightning_ptdp import loaders
-from lightning_ptdp.checkpoint.contents import contents_of
+from lightning_ptdp.averages import split_averages
+from lightning_ptdp.callbacks import (
+    callbacks_of,
+    count_replicas,
+    refused_callbacks,
+    release,
+    show_whole_model,
+    tell_restored,
+)
+from lightning_ptdp.checkpoint.contents import contents_of, gather_module
 from lightning_ptdp.checkpoint.local_state import LocalState, check_names
 from lightning_ptdp.checkpoint.store import Store
 from lightning_ptdp.checkpoint.whole_or_absent import cut_off
 from lightning_ptdp.comm import collectives
 from lightning_ptdp.comm.groups import Groups, join_world, world, world_copy
 from lightning_ptdp.config import Auto, ParallelConfig
+from lightning_ptdp.data_parallel.scaling import GradientSample, check_scaled_alike
 from lightning_ptdp.engine import Engine
 from lightning_ptdp.exchange import Exchange
 from lightning_ptdp.failure import FailureBoard
+from lightning_ptdp.holdings import holdings, table
 from lightning_ptdp.layout import (
     Layout,
     Wishes,
@@ -51,18 +62,20 @@ from lightning_ptdp.layout import (
 )
 from lightning_ptdp.logging import ALREADY_SYNCED
 from lightning_ptdp.metrics import connect_metrics
+from lightning_ptdp.parameter_groups import WholeGroups
 from lightning_ptdp.precision import PTDPPrecision
 from lightning_ptdp.progress import EvaluationProgress
 from lightning_ptdp.schedule import SCHEDULES
-from lightning_ptdp.steps import Context, Steps, batch_of
+from lightning_ptdp.steps import Context, Steps, batch_of, edits_gradients, refused_steps
+from lightning_ptdp.stopping import StopTogether
 from lightning_ptdp.tensor_parallel.random import mix, share_random_state
-from lightning_ptdp.whole_module import agree_on_weights, pin_summaries, refused_callbacks
+from lightning_ptdp.whole_module import agree_on_weights, pin_summaries
 
 # What Lightning says when a value is not reduced over ranks; with one replica there is nothing to reduce.
 _SYNC_ADVICE = r"It is recommended to use `self\.log\(.*sync_dist=True\)`"
 # And when it evaluates with a sampler that repeats samples, which ours does not.
 _SAMPLER_ADVICE = r"Using `DistributedSampler` with the dataloaders\."
-_CHECKED_BATCHES = 2  # of training, that the ranks of a replica compare
+_CHECKED_BATCHES = 2  # of a run and of each epoch of training, that the ranks of a replica compare
 
 
 class PTDPStrategy(ParallelStrategy):
@@ -159,9 +172,13 @@ class PTDPStrategy(ParallelStrategy):
         self._exchange: Exchange | None = None
         self._steps: Steps | None = None
         self._board: FailureBoard | None = None
-        self._progress = EvaluationProgress()
-        self._optimizer_names: list[list[list[str]]] = []
+        self._progress, self._stop_together = EvaluationProgress(), StopTogether()
+        self._parameter_groups = WholeGroups()
+        self._loading: RemovableHandle | None = None
         self._blocks_sync = False
+        self._unchecked = 0
+        self._watches_edits = False
+        self._sample: GradientSample | None = None
 
     # -- processes ---------------------------------------------------------------------------------------------------
 
@@ -175,6 +192,11 @@ class PTDPStrategy(ParallelStrategy):
     def num_processes(self) -> int:
         """Processes on this node."""
         return len(self.parallel_devices) if self.parallel_devices is not None else 0
+
+    @property
+    def wishes(self) -> Wishes:
+        """What the arguments said about the module, besides sizes."""
+        return self._wishes
 
     @property
     def groups(self) -> Groups:
@@ -284,11 +306,14 @@ class PTDPStrategy(ParallelStrategy):
         layout = self._check(trainer, module)
         if self._board is not None:
             self._board.__enter__()
-        if layout_of(module) is None:
-            pin_summaries(trainer, module)
+        is_whole = layout_of(module) is None
+        has_summary = pin_summaries(trainer, module, is_whole=is_whole)
+        if is_whole:
             agree_on_weights(module, self.groups)
             remember(module, layout)
             rank_zero_info(f"{describe(layout, self.config)}; kernels: PyTorch's own operations, none compiled")
+            if has_summary and layout.topology.replica_size > 1:
+                rank_zero_info(table(holdings(module, layout)))
         self.precision.convert_module(module)
         self._engine = Engine(self.config, self.groups, self.root_device, self._agreed_seed())
         self._engine.set_up(module, layout.partition, layout.placement)
@@ -296,17 +321,25 @@ class PTDPStrategy(ParallelStrategy):
         if fits:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
-        self.precision.bind(self._gradient_norm)
+        self._unchecked = _CHECKED_BATCHES
+        self.precision.bind(self._norm_of, self._check_edits)
+        self._watches_edits = self.groups.replica.size() > 1 and edits_gradients(trainer, module)
         assert self._exchange is not None, "made with the groups"
         self._steps = Steps(module, self._engine, self._exchange, self._board)
         warnings.filterwarnings("ignore", message=_SAMPLER_ADVICE)
         if not self.is_distributed:
             warnings.filterwarnings("ignore", message=_SYNC_ADVICE)
         connect_metrics(module, self.groups, lambda: self.steps.is_in_step, self.root_device)
-        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by Lightning's connector
-        if self._progress not in callbacks:
-            callbacks.append(self._progress)
+        self._connect_callbacks(trainer)
         share_random_state(self.root_device, self.groups.world)
+
+    def _connect_callbacks(self, trainer: pl.Trainer) -> None:
+        callbacks, topology = callbacks_of(trainer), self.groups.topology
+        callbacks.extend(callback for callback in (self._progress, self._stop_together) if callback not in callbacks)
+        show_whole_model(callbacks, self.whole_model)
+        count_replicas(callbacks, topology, self.root_device, str(self.precision.precision))
+        if topology.replica_size > 1:
+            self._loading = split_averages(callbacks, self._module, self._local_state(), self.groups)
 
     def _check(self, trainer: pl.Trainer, module: pl.LightningModule) -> Layout:
         """The layout of the module; raises on every rank with all that is wrong, before the first collective on it."""
@@ -318,7 +351,8 @@ class PTDPStrategy(ParallelStrategy):
             topology, more = self.config.resolve(self.world_size)
             faults += [fault for fault in more if fault not in faults]
         layout, more = lay_out(module, self.config, topology, self._wishes)
-        faults += more + refused_callbacks(trainer, topology)
+        faults += more + refused_callbacks(callbacks_of(trainer), module, topology)
+        faults += refused_steps(module, topology)
         if topology.pipeline_parallel_size > 1 and not module.automatic_optimization:
             faults.append(
                 "manual optimization runs backward inside training_step, where only the last stage arrives; use "
@@ -339,30 +373,57 @@ class PTDPStrategy(ParallelStrategy):
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         """Configure the optimizers on the whole tree, then leave them what this rank owns."""
         module, skeleton = self._module, self.engine.skeleton
-        with skeleton.whole() if skeleton is not None else nullcontext():
+        with self.engine.whole():
             super().setup_optimizers(trainer)
-            names = {parameter: name for name, parameter in reversed(list(module.named_parameters()))}
-            self._optimizer_names = [
-                [[names[p] for p in group["params"]] for group in optimizer.param_groups]
-                for optimizer in self.optimizers
-            ]
-        hollow = skeleton.hollow.parameters if skeleton is not None else set()
-        for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                group["params"] = [p for p in group["params"] if p not in hollow]
-            for parameter in hollow & optimizer.state.keys():
-                del optimizer.state[parameter]
+        self._parameter_groups = WholeGroups(frozenset() if skeleton is None else skeleton.hollow.parameters)
+        self._parameter_groups.hide(self.optimizers)
         if module.automatic_optimization:
             self._bind()
         else:
             self.engine.sum_in_backward(module)
 
+    @contextmanager
+    def whole_model(self) -> Iterator[None]:
+        """Within, the module and the optimizers list the whole model's parameters, as in one process.
+
+        For code outside steps that freezes modules or adds parameter groups; it must run on every rank. The values of
+        what other ranks own are NaN.
+        """
+        with self.engine.whole(), self._parameter_groups.shown(self.optimizers):
+            yield
+
     def _trained(self) -> list[nn.Parameter]:
         members = [p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]]
-        return list(dict.fromkeys(members))
+        return [p for p in dict.fromkeys(members) if p.requires_grad]
+
+    def _follow_what_trains(self, is_first: bool) -> str | None:
+        """Make other buffers where parameters were frozen, unfrozen or added; or say what is wrong with it.
+
+        is_first: of an accumulation window.
+        """
+        if self.engine.trains(self._trained()):
+            return None
+        if not is_first:
+            return (
+                "parameters were frozen or unfrozen within a window of accumulate_grad_batches, whose gradients are "
+                "summed already; do it before the first batch of a window, at the start of an epoch for example"
+            )
+        fault = self._parameter_groups.follow(self.optimizers)
+        if fault is None:
+            self._bind()
+        return fault
 
     def _bind(self) -> None:
         self.engine.bind(self._module, self._trained())
+
+    def _group_names(self) -> list[list[list[str]]]:
+        """The plain names of the whole model's parameters, by optimizer and group."""
+        fault = self._parameter_groups.follow(self.optimizers)
+        if fault is not None:
+            raise RuntimeError(fault)
+        with self.engine.whole():
+            names = {parameter: name for name, parameter in self._module.named_parameters()}
+        return self._parameter_groups.names(names)
 
     @property
     def precision(self) -> PTDPPrecision:
@@ -399,22 +460,26 @@ class PTDPStrategy(ParallelStrategy):
         module = self._module
         if not module.automatic_optimization:
             return super().training_step(*args, **kwargs)
-        if not self.engine.trains(self._trained()):
-            self._bind()
         loop, accumulate = module.trainer.fit_loop, module.trainer.accumulate_grad_batches
-        if loop.total_batch_idx < _CHECKED_BATCHES:
+        is_first = loop.batch_idx % accumulate == 0
+        self.engine.agree(self._follow_what_trains(is_first))
+        if loop.batch_idx < _CHECKED_BATCHES or self._unchecked > 0:
+            self._unchecked -= 1
             self.steps.check_same(batch_of(args, kwargs))
-        return self.steps.train(
+        output = self.steps.train(
             self.precision.train_step_context,
             lambda loss: self.precision.backward(loss, module, None),
             args,
             kwargs,
             number=loop.total_batch_idx,
             accumulate=accumulate,
-            is_first=loop.batch_idx % accumulate == 0,
+            is_first=is_first,
             is_last=not self._blocks_sync,
             loss_dtype=self.precision.loss_dtype,
         )
+        if output is None and not self._blocks_sync:  # a skipped batch has no backward, and may end a window
+            self.engine.reduce_gradients()
+        return output
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Publish the gradients that the schedule left, once the window is complete."""
@@ -424,6 +489,7 @@ class PTDPStrategy(ParallelStrategy):
         closure_loss = self.precision.pre_backward(closure_loss, module)
         if not self._blocks_sync:
             self.engine.reduce_gradients()
+            self._sample = GradientSample(self._trained()) if self._watches_edits else None
         return self.precision.post_backward(closure_loss, module)
 
     def _manual_backward(self, loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
@@ -468,8 +534,17 @@ class PTDPStrategy(ParallelStrategy):
             joins_replicas=name != "predict_step",
         )
 
-    def _gradient_norm(self, parameters: list[nn.Parameter]) -> Tensor:
+    def gradient_norm(self) -> Tensor:
+        """The norm of the finished gradients over the whole model, for hooks before a step; every rank must call it."""
+        return self._norm_of(self._trained())
+
+    def _norm_of(self, parameters: list[nn.Parameter]) -> Tensor:
         return self.engine.gradient_norm(self._module, parameters)
+
+    def _check_edits(self) -> None:
+        if self._sample is not None:
+            check_scaled_alike(self._sample, self.groups.replica, self.groups.topology.replica_ranks(self.groups.at))
+            self._sample = None
 
     # -- collectives of Lightning ------------------------------------------------------------------------------------
 
@@ -525,10 +600,14 @@ class PTDPStrategy(ParallelStrategy):
         self._refuse_after_failure()
         return dict(self._module.state_dict())
 
+    def whole_state_dict(self) -> dict[str, Any]:
+        """The plain module's state in the memory of global rank 0, empty elsewhere; every rank must call this."""
+        return gather_module(self._module.state_dict(), self._local_state(), self.groups)
+
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """What this rank holds of the plain optimizer's state, by names of parameters; every rank must save."""
         plain = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-        names = self._optimizer_names[self.optimizers.index(plain)]
+        names = self._group_names()[self.optimizers.index(plain)]
         return self._local_state().optimizer_state(plain, names, self.engine.plain_names(self._module))
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
@@ -591,13 +670,14 @@ class PTDPStrategy(ParallelStrategy):
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load this rank's part of plain optimizers' states."""
+        tell_restored(self._module.trainer, self._module, self.whole_model)
         local, name_of = self._local_state(), self.engine.plain_names(self._module)
         states = checkpoint["optimizer_states"]
-        for optimizer, names, given in zip(self.optimizers, self._optimizer_names, states, strict=True):
+        for optimizer, names, given in zip(self.optimizers, self._group_names(), states, strict=True):
             optimizer.load_state_dict(local.take_optimizer(given, optimizer, names, name_of))
 
     def _refuse_after_failure(self) -> None:
-        if self._module.trainer.interrupted:
+        if self._module.trainer.interrupted and self.world_size > 1:
             if self._board is not None:  # a callback that saves now ends the Trainer before it tells the strategy
                 failure = sys.exc_info()[1]
                 if failure is not None:
@@ -624,6 +704,10 @@ class PTDPStrategy(ParallelStrategy):
             self._board.__exit__()
         if self._steps is not None:
             self._steps.close()
+        if self._loading is not None:
+            self._loading.remove()
+        if self.lightning_module is not None:
+            release(callbacks_of(self._module.trainer))
         if self._engine is not None:
             self._engine.release()
         super().teardown()

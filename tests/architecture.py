@@ -34,7 +34,8 @@ _PURE = "config topology schedule"
 _COMPUTE = "comm kernels batch loss_weight outputs data_parallel tensor_parallel pipeline recompute"
 _FRONT = (
     f"engine checkpoint planner {_PURE} comm batch exchange failure outputs precision loaders logging metrics progress "
-    "whole_module layout steps strategy check tensor_parallel.random"
+    "stopping whole_module layout steps strategy check callbacks averages holdings parameter_groups "
+    "tensor_parallel.random"
 )
 
 UNITS: dict[str, Unit] = {
@@ -43,10 +44,11 @@ UNITS: dict[str, Unit] = {
     "schedule": _unit(0),
     "planner": _unit(1, _PURE, "yaml"),
     "kernels": _unit(1, "", "torch"),
-    "comm": _unit(1, _PURE, "torch"),
+    "comm": _unit(1, _PURE, "torch numpy"),
     "outputs": _unit(1, "", "torch"),
     "batch": _unit(1, "", "torch"),
     "loss_weight": _unit(1, "", "torch"),
+    "parameter_groups": _unit(1, "", "torch"),
     "exchange": _unit(2, f"comm {_PURE}", "torch"),
     "failure": _unit(2, f"comm {_PURE}", "torch"),
     "tensor_parallel": _unit(2, f"comm kernels {_PURE}", "torch numpy"),
@@ -62,9 +64,13 @@ UNITS: dict[str, Unit] = {
     "metrics": _unit(4, _FRONT, "torch lightning torchmetrics"),
     "progress": _unit(4, _FRONT, "torch lightning"),
     "whole_module": _unit(4, _FRONT, "torch lightning"),
+    "callbacks": _unit(4, _FRONT, "torch lightning"),
+    "averages": _unit(4, _FRONT, "torch lightning"),
+    "holdings": _unit(4, _FRONT, "torch"),
     "steps": _unit(4, _FRONT, "torch lightning"),
-    "strategy": _unit(4, _FRONT, "torch lightning"),
-    "check": _unit(4, _FRONT, "torch lightning"),
+    "check": _unit(4, f"{_FRONT} pipeline.partition tensor_parallel.shard", "torch lightning numpy"),
+    "stopping": _unit(4, _FRONT, "lightning"),
+    "strategy": _unit(4, f"data_parallel.scaling {_FRONT}", "torch lightning"),
     "nn": _unit(2, "kernels", "torch"),
     "data": _unit(2, "", "torch lightning datasets tokenizers numpy rich"),
     "compat": _unit(2, "kernels", "torch"),

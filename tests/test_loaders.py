@@ -40,10 +40,34 @@ def test_evaluation_repeats_no_sample_and_names_the_batch_that_does_not_count():
     assert ghost_batch(loader) == 2
 
 
-def test_training_keeps_its_sampler():
-    loader = prepared(distributed(), evaluates=False)
-    assert isinstance(loader.batch_sampler.sampler, DistributedSampler)
-    assert ghost_batch(loader) is None
+def prepare_for_training(sizes, kind):
+    """Whether the loader is kept, how many batches it says and gives, and what is warned of."""
+    groups, warned = Groups.create(Topology(data_parallel_size=2), "cpu"), []
+    size = sizes[dist.get_rank()]
+    loader = {"sampler": DataLoader(range(size)), "list": list(range(size)), "stream": DataLoader(Count(size))}[kind]
+    ready = prepare(loader, groups, evaluates=False, warn=warned.append)
+    length = None if kind == "stream" else len(ready)
+    found = ready is loader, length, len(list(ready)), warned
+    groups.destroy()
+    return found
+
+
+@pytest.mark.parametrize("kind", ["sampler", "list"])
+def test_training_loaders_of_one_length_are_left_alone(kind):
+    assert run_spmd(prepare_for_training, sizes=(3, 3), kind=kind) == [(True, 3, 3, [])] * 2
+
+
+@pytest.mark.parametrize("kind", ["sampler", "list"])
+def test_longer_training_loader_ends_with_the_shorter(kind):
+    for is_kept, length, given, (warning,) in run_spmd(prepare_for_training, sizes=(5, 3), kind=kind):
+        assert (is_kept, length, given) == (False, 3, 3)
+        assert "[5, 3] batches on replicas 0 to 1; an epoch ends after 3 on all" in warning
+
+
+def test_training_stream_without_a_length_is_made_even():
+    for is_kept, _, given, (warning,) in run_spmd(prepare_for_training, sizes=(5, 3), kind="stream"):
+        assert (is_kept, given) == (False, 3)
+        assert "ended on replica 1 after 3 batches" in warning
 
 
 def test_users_own_order_is_left_alone():

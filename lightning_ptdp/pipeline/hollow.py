@@ -49,9 +49,9 @@ class HollowParameters:
         self.unregister()
 
     @property
-    def parameters(self) -> set[nn.Parameter]:
+    def parameters(self) -> frozenset[nn.Parameter]:
         """The hollow parameters."""
-        return {tensor for _, _, tensor in self._places if isinstance(tensor, nn.Parameter)}
+        return frozenset(tensor for _, _, tensor in self._places if isinstance(tensor, nn.Parameter))
 
     def unregister(self) -> None:
         """Turn the hollow tensors into plain attributes."""

@@ -168,8 +168,8 @@ class Skeleton:
         """
         self.partition = partition
         self.stages = stages
-        self.on_enter: Callable[[], None] = _nothing
-        self.on_after_blocks: Callable[[], None] = _nothing
+        self.on_enter: Callable[[], None] = nothing
+        self.on_after_blocks: Callable[[], None] = nothing
         self.parameter_names = tuple(name for name, _ in module.named_parameters())
         self.state_names = tuple(module.state_dict())
         self.aliases = _aliases(module)
@@ -186,6 +186,10 @@ class Skeleton:
         """The skeleton of a module that was split before."""
         found: Skeleton | None = module.__dict__.get(_ATTRIBUTE)
         return found
+
+    def __deepcopy__(self, _: Any) -> Skeleton:
+        """A copy of a split module is split in the same way; what is hollow stays the original's."""
+        return self
 
     def owners(self, name: str) -> frozenset[int]:
         """The stages that own a parameter, under any of its names."""
@@ -259,7 +263,7 @@ class Skeleton:
                 _swap_class(outer, _last_call)
 
 
-def _nothing() -> None:
+def nothing() -> None:
     """The hook of a skeleton that nobody listens to."""
 
 

@@ -22,8 +22,11 @@ class Add(nn.Module):
         return x + self.bias
 
 
-def worker(stage, *, reentrant=None, trains=True, head=1.0):
-    """The worker of one of two stages, each of one block; the loss is the mean, times what a head may learn."""
+def worker(stage, *, reentrant=None, trains=True, carries=True, head=1.0):
+    """The worker of one of two stages, each of one block; the loss is the mean, times what a head may learn.
+
+    carries: whether the first stage trains.
+    """
     module = nn.ModuleDict({"blocks": nn.ModuleList([Add(), Add()])})
     skeleton = Skeleton(module, partition(module, 2, split=(1, 1)), (stage,), CPU)
 
@@ -33,8 +36,15 @@ def worker(stage, *, reentrant=None, trains=True, head=1.0):
             x = block(x) if reentrant is None else checkpoint(block, x, use_reentrant=reentrant)
         return x.mean() * head
 
+    module["blocks"][0].requires_grad_(carries)
     made = StageWorker(
-        skeleton, 2, step=step, loss_of=lambda k, loss: loss, backward=lambda loss: loss.backward(), trains=trains
+        skeleton,
+        2,
+        step=step,
+        loss_of=lambda k, loss: loss,
+        backward=lambda loss: loss.backward(),
+        trains=trains,
+        carries=(carries,),
     )
     return made, module["blocks"][stage].bias
 
@@ -102,3 +112,20 @@ def test_microbatch_that_does_not_count_sends_zeros_back():
     (gradient,) = last.backward(1, 0, None)
     assert gradient.tolist() == [[0.0] * 4] * 2
     assert bias.grad is None
+
+
+def test_frozen_stage_is_not_differentiated():
+    first, bias = worker(0, carries=False)
+    first.forward(0, 0, None)
+    assert first.backward(0, 0, None) == ()
+    assert bias.grad is None
+    assert first.num_live == 0
+
+
+def test_stage_above_a_frozen_one_computes_no_gradient_for_it():
+    last, bias = worker(1, carries=False)
+    received = arrived()
+    last.forward(1, 0, received)
+    assert last.backward(1, 0, None) == ()
+    assert not received.tensors[0].requires_grad
+    assert bias.grad.tolist() == [2 / 8] * 4
