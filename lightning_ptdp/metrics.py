@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_ptdp.comm.collectives import broadcast_object
 from lightning_ptdp.comm.groups import Groups
+from lightning_ptdp.outputs import to_device
 
 _PLAIN = "_ptdp_plain_compute"
 
@@ -42,19 +44,15 @@ def _compute_everywhere(
         if not is_in_step():
             mine = None
             if groups.is_last_pipeline_rank:
-                mine = metric.metric_state, metric._update_count
+                mine = to_device(metric.metric_state, torch.device("cpu")), metric._update_count
             state, count = broadcast_object(mine, groups.pipeline_ranks[-1], groups.pipeline)
             if not groups.is_last_pipeline_rank:
-                for name, value in state.items():
-                    setattr(metric, name, _to(value, device))
+                for name, value in to_device(state, device).items():
+                    setattr(metric, name, value)
                 metric._update_count, metric._computed = count, None
         return plain(*args, **kwargs)
 
     return compute
-
-
-def _to(value: Any, device: torch.device) -> Any:
-    return [item.to(device) for item in value] if isinstance(value, list) else value.to(device)
 
 
 def _copy(value: Any) -> Any:
@@ -76,3 +74,57 @@ def frozen_metrics(module: nn.Module) -> Iterator[None]:
             for name, value in state.items():
                 setattr(metric, name, value)
             metric._update_count, metric._computed = count, None
+
+
+class StepMetrics:
+    """The values of metrics over a whole step, whose microbatches each update them.
+
+    A value of the step is not the mean of the values of its microbatches (think of precision, or of a median). So each
+    metric has a twin that sees what the metric's forward sees, and forgets it when the next step begins.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._names, self._twins, self._handles = {}, {}, []
+        self._seen: set[str] = set()
+        self._counts = False
+        for name, metric in module.named_modules():
+            if isinstance(metric, Metric):
+                group = metric.process_group
+                twin = copy.deepcopy(metric, {id(group): None} if group is not None else None)
+                twin.sync_on_compute = twin._to_sync = False
+                twin.reset()
+                self._names[id(metric)], self._twins[name] = name, twin
+                self._handles.append(metric.register_forward_hook(self._follow, with_kwargs=True))
+
+    def close(self) -> None:
+        """Follow the metrics no longer."""
+        for handle in self._handles:
+            handle.remove()
+
+    def start(self) -> None:
+        """Forget the step before."""
+        for name in self._seen:
+            self._twins[name].reset()
+        self._seen.clear()
+
+    @contextmanager
+    def microbatch(self, *, counts: bool) -> Iterator[None]:
+        """Within, metrics are followed if the microbatch counts as a part of its step."""
+        self._counts = counts
+        try:
+            yield
+        finally:
+            self._counts = False
+
+    def value(self, name: str, default: Tensor) -> Tensor:
+        """Of a metric over the microbatches that its forward saw in this step; `default` if it saw none."""
+        if name not in self._seen:
+            return default
+        value: Tensor = self._twins[name].compute()
+        return value
+
+    def _follow(self, metric: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], _: Any) -> None:
+        name = self._names.get(id(metric))
+        if self._counts and name is not None:
+            self._seen.add(name)
+            self._twins[name].update(*args, **kwargs)

@@ -45,11 +45,12 @@ from lightning_ptdp.layout import (
     memory_of,
     remember,
 )
-from lightning_ptdp.logging import ALREADY_SYNCED
+from lightning_ptdp.log_calls import ALREADY_SYNCED
 from lightning_ptdp.metrics import connect_metrics
 from lightning_ptdp.precision import PTDPPrecision
-from lightning_ptdp.progress import EvaluationProgress
+from lightning_ptdp.progress import LoopProgress
 from lightning_ptdp.schedule import SCHEDULES
+from lightning_ptdp.stage_state import StageState
 from lightning_ptdp.steps import Context, Steps, batch_of
 from lightning_ptdp.tensor_parallel.random import mix, share_random_state
 from lightning_ptdp.whole_module import agree_on_weights, pin_summaries, refused_callbacks
@@ -149,7 +150,7 @@ class PTDPStrategy(ParallelStrategy):
         self._exchange: Exchange | None = None
         self._steps: Steps | None = None
         self._board: FailureBoard | None = None
-        self._progress = EvaluationProgress()
+        self._progress = LoopProgress()
         self._optimizer_names: list[list[list[str]]] = []
         self._blocks_sync = False
 
@@ -288,14 +289,16 @@ class PTDPStrategy(ParallelStrategy):
         self.setup_precision_plugin()
         self.precision.bind(self._gradient_norm)
         assert self._exchange is not None, "made with the groups"
-        self._steps = Steps(module, self._engine, self._exchange, self._board)
+        self._steps = Steps(module, self._engine, self._exchange, self._board, self._progress)
         warnings.filterwarnings("ignore", message=_SAMPLER_ADVICE)
         if not self.is_distributed:
             warnings.filterwarnings("ignore", message=_SYNC_ADVICE)
         connect_metrics(module, self.groups, lambda: self.steps.is_in_step, self.root_device)
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by Lightning's connector
-        if self._progress not in callbacks:
-            callbacks.append(self._progress)
+        users = [callback for callback in callbacks if not isinstance(callback, LoopProgress | StageState)]
+        has_pipeline = self.groups.topology.pipeline_parallel_size > 1
+        callbacks[:] = [*([StageState(self.groups, self.root_device)] if has_pipeline else []), self._progress, *users]
+        self._steps.listen(users)
         share_random_state(self.root_device, self.groups.world)
 
     def _check(self, trainer: pl.Trainer, module: pl.LightningModule) -> Layout:
