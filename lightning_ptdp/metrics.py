@@ -89,11 +89,7 @@ class StepMetrics:
         self._counts = False
         for name, metric in module.named_modules():
             if isinstance(metric, Metric):
-                group = metric.process_group
-                twin = copy.deepcopy(metric, {id(group): None} if group is not None else None)
-                twin.sync_on_compute = twin._to_sync = False
-                twin.reset()
-                self._names[id(metric)], self._twins[name] = name, twin
+                self._names[id(metric)], self._twins[name] = name, _twin(metric)
                 self._handles.append(metric.register_forward_hook(self._follow, with_kwargs=True))
 
     def close(self) -> None:
@@ -128,3 +124,14 @@ class StepMetrics:
         if self._counts and name is not None:
             self._seen.add(name)
             self._twins[name].update(*args, **kwargs)
+
+
+def _twin(metric: Metric) -> Metric:
+    """A copy that computes where it is, and so do the metrics in it."""
+    group = metric.process_group
+    twin = copy.deepcopy(metric, {} if group is None else {id(group): None})  # a group cannot be copied
+    for part in twin.modules():
+        if isinstance(part, Metric):
+            part.sync_on_compute = part._to_sync = False
+    twin.reset()
+    return twin
