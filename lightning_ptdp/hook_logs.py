@@ -30,6 +30,8 @@ HOOKS = (
 )
 """The module's hooks outside of steps in which Lightning allows to log."""
 
+_BEFORE_SOME_CALLBACKS = "on_train_epoch_end"  # checkpoint and early-stopping callbacks run it after the module
+
 
 class HookLogs:
     """Takes the log calls of a module's hooks, and of the callbacks' hooks of the same names."""
@@ -49,7 +51,7 @@ class HookLogs:
         self._own: dict[str, Any] = {}
         self._logged: dict[str, list[Logged]] = {}
         self._done: dict[str, set[Key]] = {}
-        self._left: str | None = None
+        self._is_over = False
 
     def attach(self, callbacks: Sequence[Callback], *, extra: Sequence[str] = ()) -> None:
         """Compare after each hook that the user's code fills on any rank; every rank must call this.
@@ -70,14 +72,15 @@ class HookLogs:
         self._own.clear()
 
     def enter_step(self) -> None:
-        """Called between hooks."""
-        self._left = None
+        """Called before each step."""
+        self._is_over = False
 
     def log(self, name: str, value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Take a call of `log`, at once or for the end of the hook."""
         hook = self._module._current_fx_name
         is_other = isinstance(value, Metric) and not self._calls.knows(value)
-        if hook not in self._own or hook == self._left or is_other or named(args, kwargs).get("sync_dist_group"):
+        is_late = self._is_over and hook == _BEFORE_SOME_CALLBACKS  # nobody would compare after it
+        if hook not in self._own or is_late or is_other or named(args, kwargs).get("sync_dist_group"):
             self._calls.log(name, value, *args, **kwargs)
             return
         logged = self._logged.setdefault(hook, [])
@@ -104,7 +107,7 @@ class HookLogs:
             logged, done = self._logged.pop(hook, []), self._done.pop(hook, set())
             agreed = self._exchange.agree(tuple(logged))
             self._calls.replay((value for value in agreed if value.key not in done), self._device)
-            self._left = hook  # callbacks that Lightning calls after the module log for themselves
+            self._is_over = hook == _BEFORE_SOME_CALLBACKS
             return result
 
         return run

@@ -69,7 +69,7 @@ class LogCalls:
             metric = self._name_of(name, value) if isinstance(value, Metric) else None
             shown = value._forward_cache if isinstance(value, Metric) else value
             tensor = None if metric and shown is None else _scalar(name, shown)
-            _refuse_group(name, given.get("sync_dist_group"))
+            _check_arguments(name, given)
         except Exception as error:
             refusal = self._refusal(error, name, value, args, kwargs)
             return LogCall(Key(name, "mean", False, (), call, refusal=refusal, has_value=False), None, None)
@@ -168,8 +168,16 @@ def _reduction(name: str, reduce_fx: Any) -> str:
     return _REDUCTIONS[word]
 
 
-def _refuse_group(name: str, group: Any) -> None:
-    if group is not None:
+def _check_arguments(name: str, given: Mapping[str, Any]) -> None:
+    """Find at the call what Lightning would find at the replay, which other replicas may not have."""
+    unknown = given.keys() - set(_POSITIONAL)
+    if unknown:
+        raise TypeError(f"`self.log({name!r}, ...)` got unexpected arguments {sorted(unknown)}")
+    if given.get("on_step") is False and given.get("on_epoch") is False:
+        raise ValueError(f"`self.log({name!r}, on_step=False, on_epoch=False)` is not useful")
+    if given.get("add_dataloader_idx", True) and "/dataloader_idx_" in name:
+        raise ValueError(f"`self.log({name!r}, ...)`: the index of the loader is appended to the name")
+    if given.get("sync_dist_group") is not None:
         raise ValueError(
             f"`self.log({name!r}, sync_dist_group=...)` in a step: its values merge over the replicas, and over no "
             "other group; leave sync_dist_group out"

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torchmetrics import Metric
 
@@ -24,13 +25,24 @@ def connect_metrics(module: nn.Module, groups: Groups, is_in_step: Callable[[], 
     Outside a step every rank computes the same metrics in the same order. (An epoch-end hook would be too late:
     Lightning computes logged metrics before those.)
     """
-    for metric in module.modules():
-        if not isinstance(metric, Metric):
-            continue
-        metric.process_group = groups.data
+    for metric in sync_over_replicas(module, groups):
         if groups.topology.pipeline_parallel_size > 1:
             plain = metric.__dict__.setdefault(_PLAIN, metric.compute)
             metric.compute = _compute_everywhere(metric, plain, groups, is_in_step, device)  # type: ignore[method-assign]
+
+
+def sync_over_replicas(module: nn.Module, groups: Groups) -> list[Metric]:
+    """Make metrics sync over the replicas when they compute, and never within a step; returns them."""
+    metrics = [metric for metric in module.modules() if isinstance(metric, Metric)]
+    for metric in metrics:
+        metric.process_group = groups.data
+        if metric.dist_sync_on_step:
+            metric.dist_sync_on_step = False
+            rank_zero_warn(
+                f"{type(metric).__name__}(dist_sync_on_step=True): a step's value stays the replica's own, because "
+                "replicas may run different numbers of microbatches; the value of an epoch is that of all replicas"
+            )
+    return metrics
 
 
 def _compute_everywhere(

@@ -9,7 +9,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_ptdp import outputs
 from lightning_ptdp.batch import Microbatch, digest, num_samples
@@ -20,7 +20,7 @@ from lightning_ptdp.failure import FailureBoard
 from lightning_ptdp.hook_logs import HookLogs
 from lightning_ptdp.log_calls import LogCalls
 from lightning_ptdp.logging import LogRecorder
-from lightning_ptdp.metrics import StepMetrics, frozen_metrics
+from lightning_ptdp.metrics import StepMetrics, frozen_metrics, sync_over_replicas
 from lightning_ptdp.progress import LoopProgress
 from lightning_ptdp.stage_state import state_set_aside
 
@@ -52,6 +52,9 @@ class Steps:
             by_hand = () if self._module.automatic_optimization else ("training_step",)
             self._hooks.attach(callbacks, extra=by_hand)
         for callback in callbacks:
+            for value in vars(callback).values():
+                if isinstance(value, nn.Module) and not isinstance(value, pl.LightningModule):
+                    sync_over_replicas(value, self._engine.groups)
             callback.log = self._module.log  # type: ignore[attr-defined]  # Lightning sets it, to the class's
 
     def close(self) -> None:

@@ -25,7 +25,7 @@ from tests.spmd import run_spmd
 from tests.trainer.test_layouts import PLAN
 
 CLASSES = 8
-TRAIN = [texts(rows, length=4, vocabulary=CLASSES, seed=i) for i, rows in enumerate((8, 8, 6))]
+TRAIN = [texts(rows, length=4, vocabulary=CLASSES, seed=i) for i, rows in enumerate((8, 6))]
 VALIDATION = [
     [texts(rows, length=4, vocabulary=CLASSES, seed=seed + i) for i, rows in enumerate((8, 6))] for seed in (10, 20)
 ]
@@ -54,16 +54,16 @@ def say(log, name, rows, *, reductions=REDUCTIONS, levels=("e",)):
 
 
 def hook(loop, point, *, by):
-    """A hook that logs: in batches by every reduction, around them a number (which replicas have no sum of)."""
+    """A hook that logs: in batches by several reductions, around them a number (which replicas have no sum of)."""
 
     def run(self, *args):
-        log = self.log
+        name = f"{by} {loop} {point}"
         if point.startswith("batch"):
             batch = next(arg for arg in args if isinstance(arg, dict) and "ids" in arg)
-            levels = ("s", "se") if loop == "train" else ("e",)
-            say(log, f"{by} {loop} {point}", batch["ids"].double().mean(1), levels=levels)
+            rows, reductions = batch["ids"].double().mean(1), ("mean", "sum", "max") if by == "module" else ("mean",)
+            say(self.log, name, rows, reductions=reductions, levels=("se",) if loop == "train" else ("e",))
         else:
-            say(log, f"{by} {loop} {point}", torch.tensor([3.0, 3.0]), reductions=("mean", "min", "max"))
+            say(self.log, name, torch.tensor([3.0, 3.0]), reductions=("mean",))
 
     return run
 
@@ -121,7 +121,7 @@ class TalkativeNet(GPT):
 
     def validation_step(self, batch, batch_idx, dataloader_idx=0):
         rows, logits, labels = self.scores(batch)
-        say(self.log, "evaluation", rows, levels=LEVELS)
+        say(self.log, "evaluation", rows, levels=("e", "se"))
         self.log("a log", rows.mean(), add_dataloader_idx=True, batch_size=len(rows), sync_dist=True)
         self.log(f"of {dataloader_idx}", rows.mean(), add_dataloader_idx=False, sync_dist=True)
         self.of_evaluation[dataloader_idx].update(logits, labels)
@@ -158,8 +158,7 @@ class Listener(Callback):
         shown = (trainer.callback_metrics, trainer.logged_metrics, trainer.progress_bar_metrics)
         self.seen.append([{name: float(value) for name, value in metrics.items()} for metrics in shown])
 
-    on_train_batch_start = on_validation_start = on_validation_batch_start = on_validation_end = listen
-    on_train_epoch_start = on_test_batch_start = on_test_end = on_train_end = listen
+    on_train_batch_start = on_validation_end = on_train_end = on_test_end = listen
 
 
 class Batches(ReplicaBatches):
@@ -233,12 +232,18 @@ def plain(tmp_path_factory):
     return plain_run
 
 
+TENSOR = {"tensor_parallel_size": 2, "tensor_parallel_plan": PLAN}
 LAYOUTS = {
     "m2": {"micro_batch_size": 4, "eval_micro_batch_size": 3},
     "d2": {"micro_batch_size": 2, "data_parallel_size": 2},
     "p2": {"pipeline_parallel_size": 2, "micro_batch_size": 4},
     "p2d2": {"pipeline_parallel_size": 2, "data_parallel_size": 2, "micro_batch_size": 2, "eval_micro_batch_size": 2},
-    "t2p2": {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "micro_batch_size": 4, "tensor_parallel_plan": PLAN},
+    "t2p2": {
+        "tensor_parallel_size": 2,
+        "pipeline_parallel_size": 2,
+        "micro_batch_size": 4,
+        "tensor_parallel_plan": PLAN,
+    },
     "p2v2": {"pipeline_parallel_size": 2, "virtual_pipeline_size": 2, "micro_batch_size": 4},
 }
 
