@@ -4,7 +4,7 @@ Weights stand still, so that a replica's own value is that of a plain run on the
 """
 
 import csv
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -178,7 +178,7 @@ class Batches(ReplicaBatches):
     test_dataloader = val_dataloader
 
 
-def run(trainer, folder, data):
+def run(trainer, folder, data, epochs):
     """Everything that was shown, and what the tests returned."""
     seed_everything()
     module, listener = TalkativeNet(), Listener()
@@ -187,7 +187,7 @@ def run(trainer, folder, data):
         logger=CSVLogger(folder, name="", version=""),
         log_every_n_steps=1,
         precision="64-true",
-        max_epochs=2,
+        max_epochs=epochs,
         num_sanity_val_steps=1,
         use_distributed_sampler=False,
     )
@@ -201,8 +201,8 @@ def plain_trainer(**arguments):
     return pl.Trainer(accelerator="cpu", devices=1, **quiet, **arguments)
 
 
-def parallel_run(folder, strategy):
-    return run(partial(quiet_trainer, PTDPStrategy(**strategy)), folder, Batches())
+def parallel_run(folder, strategy, epochs):
+    return run(partial(quiet_trainer, PTDPStrategy(**strategy)), folder, Batches(), epochs)
 
 
 def rows_in(folder):
@@ -219,15 +219,13 @@ def chosen(whole, own):
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory):
-    """Plain runs by number of replicas and replica: what they show, what they return, and their files."""
-    found = {}
+    """Plain runs on the rows of a replica: what they show, what they return, and their files."""
 
-    def plain_run(replica, num_replicas):
-        if (replica, num_replicas) not in found:
-            folder = tmp_path_factory.mktemp("plain")
-            data = Batches(lambda batch: rows_of(batch, replica, num_replicas))
-            found[replica, num_replicas] = (*run(plain_trainer, folder, data), rows_in(folder))
-        return found[replica, num_replicas]
+    @cache
+    def plain_run(replica, num_replicas, epochs):
+        folder = tmp_path_factory.mktemp("plain")
+        data = Batches(lambda batch: rows_of(batch, replica, num_replicas))
+        return (*run(plain_trainer, folder, data, epochs), rows_in(folder))
 
     return plain_run
 
@@ -250,14 +248,15 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_rank_shows_what_one_process_shows(layout, plain, tmp_path):
-    strategy = LAYOUTS[layout]
+    strategy, epochs = LAYOUTS[layout], 2 if layout == "p2" else 1
     d = strategy.get("data_parallel_size", 1)
     world_size = d * strategy.get("tensor_parallel_size", 1) * strategy.get("pipeline_parallel_size", 1)
-    ranks = run_spmd(parallel_run, world_size=world_size, timeout=60.0, folder=str(tmp_path), strategy=strategy)
-    shown, tested, rows = plain(0, 1)
+    arguments = {"folder": str(tmp_path), "strategy": strategy, "epochs": epochs}
+    ranks = run_spmd(parallel_run, world_size=world_size, timeout=60.0, **arguments)
+    shown, tested, rows = plain(0, 1, epochs)
     for rank, (seen, returned) in enumerate(ranks):
         replica = rank // strategy.get("tensor_parallel_size", 1) % d
-        own_shown, own_tested, own_rows = plain(replica, d)
+        own_shown, own_tested, own_rows = plain(replica, d, epochs)
         assert len(seen) == len(shown)
         for moment, (mine, theirs, own) in enumerate(zip(seen, shown, own_shown, strict=True)):
             for kind in range(3):
@@ -265,7 +264,7 @@ def test_every_rank_shows_what_one_process_shows(layout, plain, tmp_path):
                 assert mine[kind] == pytest.approx(expected, abs=1e-6), (rank, moment, kind)
         for mine, theirs, own in zip(returned, tested, own_tested, strict=True):
             assert mine == pytest.approx(chosen(theirs, own), abs=1e-6)
-    written, own_rows = rows_in(tmp_path), plain(0, d)[2]
+    written, own_rows = rows_in(tmp_path), plain(0, d, epochs)[2]
     assert len(written) == len(rows)
     for mine, theirs, own in zip(written, rows, own_rows, strict=True):
         assert mine == pytest.approx(chosen(theirs, own), abs=1e-6)

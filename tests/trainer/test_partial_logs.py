@@ -173,7 +173,7 @@ class BadNet(GPT):
             if self.what == "a stray metric":
                 self.log("x", self.stray[0])
             elif self.what == "a median":
-                self.log("x", loss, reduce_fx=torch.median)
+                self.log("x", loss, reduce_fx="median")
             elif self.what == "at no time":
                 self.log("x", loss, on_step=False, on_epoch=False)
             elif self.what == "with an unknown argument":
