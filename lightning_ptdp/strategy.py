@@ -56,12 +56,13 @@ from lightning_ptdp.layout import (
     memory_of,
     remember,
 )
-from lightning_ptdp.logging import ALREADY_SYNCED
+from lightning_ptdp.log_calls import ALREADY_SYNCED
 from lightning_ptdp.metrics import connect_metrics
 from lightning_ptdp.parameter_groups import WholeGroups
 from lightning_ptdp.precision import PTDPPrecision
-from lightning_ptdp.progress import EvaluationProgress
+from lightning_ptdp.progress import LoopProgress
 from lightning_ptdp.schedule import SCHEDULES
+from lightning_ptdp.stage_state import StageState
 from lightning_ptdp.steps import Context, Steps, batch_of, edits_gradients, refused_steps
 from lightning_ptdp.stopping import StopTogether
 from lightning_ptdp.tensor_parallel.random import mix, share_random_state
@@ -162,7 +163,7 @@ class PTDPStrategy(ParallelStrategy):
         self._exchange: Exchange | None = None
         self._steps: Steps | None = None
         self._board: FailureBoard | None = None
-        self._progress, self._stop_together = EvaluationProgress(), StopTogether()
+        self._progress, self._stop_together = LoopProgress(), StopTogether()
         self._parameter_groups = WholeGroups()
         self._loading: RemovableHandle | None = None
         self._blocks_sync = False
@@ -315,7 +316,7 @@ class PTDPStrategy(ParallelStrategy):
         self.precision.bind(self._norm_of, self._check_edits)
         self._watches_edits = self.groups.replica.size() > 1 and edits_gradients(trainer, module)
         assert self._exchange is not None, "made with the groups"
-        self._steps = Steps(module, self._engine, self._exchange, self._board)
+        self._steps = Steps(module, self._engine, self._exchange, self._board, self._progress)
         warnings.filterwarnings("ignore", message=_SAMPLER_ADVICE)
         if not self.is_distributed:
             warnings.filterwarnings("ignore", message=_SYNC_ADVICE)
@@ -325,7 +326,12 @@ class PTDPStrategy(ParallelStrategy):
 
     def _connect_callbacks(self, trainer: pl.Trainer) -> None:
         callbacks, topology = callbacks_of(trainer), self.groups.topology
-        callbacks.extend(callback for callback in (self._progress, self._stop_together) if callback not in callbacks)
+        users = [
+            callback for callback in callbacks if not isinstance(callback, LoopProgress | StageState | StopTogether)
+        ]
+        state = [StageState(self.groups, self.root_device)] if topology.pipeline_parallel_size > 1 else []
+        callbacks[:] = [*state, self._progress, *users, self._stop_together]
+        self.steps.listen(users)
         show_whole_model(callbacks, self.whole_model)
         count_replicas(callbacks, topology, self.root_device, str(self.precision.precision))
         if topology.replica_size > 1:

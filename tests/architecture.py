@@ -33,9 +33,9 @@ def _unit(layer: int, ours: str = "", outside: str = "") -> Unit:
 _PURE = "config topology schedule"
 _COMPUTE = "comm kernels batch loss_weight outputs data_parallel tensor_parallel pipeline recompute"
 _FRONT = (
-    f"engine checkpoint planner {_PURE} comm batch exchange failure outputs precision loaders logging metrics progress "
-    "stopping whole_module layout steps strategy check callbacks averages holdings parameter_groups "
-    "tensor_parallel.random"
+    f"engine checkpoint planner {_PURE} comm batch exchange failure outputs precision loaders logging log_calls "
+    "hook_logs metrics progress stage_state stopping whole_module layout steps strategy check callbacks averages holdings "
+    "parameter_groups tensor_parallel.random"
 )
 
 UNITS: dict[str, Unit] = {
@@ -62,7 +62,10 @@ UNITS: dict[str, Unit] = {
     "loaders": _unit(4, f"data_parallel.sampler {_FRONT}", "torch lightning"),
     "logging": _unit(4, _FRONT, "torch lightning torchmetrics"),
     "metrics": _unit(4, _FRONT, "torch lightning torchmetrics"),
+    "log_calls": _unit(4, _FRONT, "torch lightning torchmetrics"),
+    "hook_logs": _unit(4, _FRONT, "torch lightning torchmetrics"),
     "progress": _unit(4, _FRONT, "torch lightning"),
+    "stage_state": _unit(4, _FRONT, "torch lightning numpy"),
     "whole_module": _unit(4, _FRONT, "torch lightning"),
     "callbacks": _unit(4, _FRONT, "torch lightning"),
     "averages": _unit(4, _FRONT, "torch lightning"),
