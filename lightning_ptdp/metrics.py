@@ -63,7 +63,10 @@ def _copy(value: Any) -> Any:
 
 @contextmanager
 def frozen_metrics(module: nn.Module) -> Iterator[None]:
-    """Within, metrics may be updated; afterwards they stand where they stood."""
+    """Within, metrics may be updated; afterwards they stand where they stood.
+
+    Only that they were updated stays known: a replica without samples of its own computes what the others have.
+    """
     before = {
         metric: ({name: _copy(value) for name, value in metric.metric_state.items()}, metric._update_count)
         for metric in module.modules()
@@ -75,4 +78,4 @@ def frozen_metrics(module: nn.Module) -> Iterator[None]:
         for metric, (state, count) in before.items():
             for name, value in state.items():
                 setattr(metric, name, value)
-            metric._update_count, metric._computed = count, None
+            metric._update_count, metric._computed = max(count, min(metric._update_count, 1)), None

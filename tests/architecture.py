@@ -34,7 +34,7 @@ _PURE = "config topology schedule"
 _COMPUTE = "comm kernels batch loss_weight outputs data_parallel tensor_parallel pipeline recompute"
 _FRONT = (
     f"engine checkpoint planner {_PURE} comm batch exchange failure outputs precision loaders logging metrics progress "
-    "whole_module layout steps strategy check tensor_parallel.random"
+    "predictions whole_module layout steps strategy check tensor_parallel.random"
 )
 
 UNITS: dict[str, Unit] = {
@@ -44,7 +44,7 @@ UNITS: dict[str, Unit] = {
     "planner": _unit(1, _PURE, "yaml"),
     "kernels": _unit(1, "", "torch"),
     "comm": _unit(1, _PURE, "torch"),
-    "outputs": _unit(1, "", "torch"),
+    "outputs": _unit(1, "", "torch numpy"),
     "batch": _unit(1, "", "torch"),
     "loss_weight": _unit(1, "", "torch"),
     "exchange": _unit(2, f"comm {_PURE}", "torch"),
@@ -61,6 +61,7 @@ UNITS: dict[str, Unit] = {
     "logging": _unit(4, _FRONT, "torch lightning torchmetrics"),
     "metrics": _unit(4, _FRONT, "torch lightning torchmetrics"),
     "progress": _unit(4, _FRONT, "torch lightning"),
+    "predictions": _unit(4, f"data_parallel.sampler {_FRONT}", "torch lightning"),
     "whole_module": _unit(4, _FRONT, "torch lightning"),
     "steps": _unit(4, _FRONT, "torch lightning"),
     "strategy": _unit(4, _FRONT, "torch lightning"),
