@@ -14,7 +14,7 @@ from torchmetrics import Metric
 
 from lightning_ptdp.comm.collectives import broadcast_object
 from lightning_ptdp.comm.groups import Groups
-from lightning_ptdp.outputs import to_device
+from lightning_ptdp.outputs import packed, unpacked
 
 _PLAIN = "_ptdp_plain_compute"
 
@@ -56,10 +56,10 @@ def _compute_everywhere(
         if not is_in_step():
             mine = None
             if groups.is_last_pipeline_rank:
-                mine = to_device(metric.metric_state, torch.device("cpu")), metric._update_count
+                mine = packed(metric.metric_state), metric._update_count
             state, count = broadcast_object(mine, groups.pipeline_ranks[-1], groups.pipeline)
             if not groups.is_last_pipeline_rank:
-                for name, value in to_device(state, device).items():
+                for name, value in unpacked(state, device).items():
                     setattr(metric, name, value)
                 metric._update_count, metric._computed = count, None
         return plain(*args, **kwargs)
@@ -73,7 +73,10 @@ def _copy(value: Any) -> Any:
 
 @contextmanager
 def frozen_metrics(module: nn.Module) -> Iterator[None]:
-    """Within, metrics may be updated; afterwards they stand where they stood."""
+    """Within, metrics may be updated; afterwards they stand where they stood.
+
+    Only that they were updated stays known: a replica without samples of its own computes what the others have.
+    """
     before = {
         metric: ({name: _copy(value) for name, value in metric.metric_state.items()}, metric._update_count)
         for metric in module.modules()
@@ -85,7 +88,7 @@ def frozen_metrics(module: nn.Module) -> Iterator[None]:
         for metric, (state, count) in before.items():
             for name, value in state.items():
                 setattr(metric, name, value)
-            metric._update_count, metric._computed = count, None
+            metric._update_count, metric._computed = max(count, min(metric._update_count, 1)), None
 
 
 class StepMetrics:

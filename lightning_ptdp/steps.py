@@ -182,9 +182,9 @@ class Steps:
         groups = self._engine.groups
         if groups.topology.pipeline_parallel_size == 1:
             return value
-        value = outputs.to_device(value, torch.device("cpu")) if self._engine.is_last else None
-        value = broadcast_object(value, groups.pipeline_ranks[-1], groups.pipeline)
-        return outputs.to_device(value, self._engine.device)
+        message = outputs.packed(value) if self._engine.is_last else None
+        message = broadcast_object(message, groups.pipeline_ranks[-1], groups.pipeline)
+        return value if self._engine.is_last else outputs.unpacked(message, self._engine.device)
 
     @contextmanager
     def _uncounted(self) -> Iterator[None]:

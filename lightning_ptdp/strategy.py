@@ -60,6 +60,7 @@ from lightning_ptdp.log_calls import ALREADY_SYNCED
 from lightning_ptdp.metrics import connect_metrics
 from lightning_ptdp.parameter_groups import WholeGroups
 from lightning_ptdp.precision import PTDPPrecision
+from lightning_ptdp.predictions import join_predictions
 from lightning_ptdp.progress import LoopProgress
 from lightning_ptdp.schedule import SCHEDULES
 from lightning_ptdp.stage_state import StageState
@@ -164,6 +165,7 @@ class PTDPStrategy(ParallelStrategy):
         self._steps: Steps | None = None
         self._board: FailureBoard | None = None
         self._progress, self._stop_together = LoopProgress(), StopTogether()
+        self._predicts = False
         self._parameter_groups = WholeGroups()
         self._loading: RemovableHandle | None = None
         self._blocks_sync = False
@@ -214,8 +216,12 @@ class PTDPStrategy(ParallelStrategy):
 
     @property
     def is_distributed(self) -> bool:
-        """Whether Lightning puts its own sampler into loaders; with one replica, ranks read what the user gave."""
-        return self._groups is None or self._groups.topology.data_parallel_size > 1
+        """Whether Lightning puts its own sampler into loaders.
+
+        With one replica, ranks read what the user gave; for prediction whole batches are shared out (`loaders`), and
+        Lightning's sampler fails where there are fewer samples than replicas.
+        """
+        return not self._predicts and (self._groups is None or self._groups.topology.data_parallel_size > 1)
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
@@ -293,6 +299,7 @@ class PTDPStrategy(ParallelStrategy):
         """Split the module, configure its optimizers, and connect everything that needs to know."""
         assert self.accelerator is not None, "set by the Trainer"
         module, fits = self._module, trainer.state.fn == TrainerFn.FITTING
+        self._predicts = trainer.state.fn == TrainerFn.PREDICTING
         self.accelerator.setup(trainer)
         layout = self._check(trainer, module)
         if self._board is not None:
@@ -318,7 +325,7 @@ class PTDPStrategy(ParallelStrategy):
         assert self._exchange is not None, "made with the groups"
         self._steps = Steps(module, self._engine, self._exchange, self._board, self._progress)
         warnings.filterwarnings("ignore", message=_SAMPLER_ADVICE)
-        if not self.is_distributed:
+        if self.groups.topology.data_parallel_size == 1:
             warnings.filterwarnings("ignore", message=_SYNC_ADVICE)
         connect_metrics(module, self.groups, lambda: self.steps.is_in_step, self.root_device)
         self._connect_callbacks(trainer)
@@ -445,10 +452,11 @@ class PTDPStrategy(ParallelStrategy):
             yield
 
     def process_dataloader(self, dataloader: object) -> object:
-        """Evaluate each sample once, seed workers by replica, and end on all replicas at once."""
+        """Evaluate and predict each sample once, seed workers by replica, and end on all replicas at once."""
         trainer = self._module.trainer
-        evaluates = trainer.validating or trainer.testing or trainer.sanity_checking
-        return loaders.prepare(dataloader, self.groups, evaluates=evaluates, warn=rank_zero_warn)
+        assert trainer.state.stage is not None, "loaders are read in a stage"
+        shares = trainer._accelerator_connector.use_distributed_sampler  # known nowhere else
+        return loaders.prepare(dataloader, self.groups, stage=trainer.state.stage, shares=shares, warn=rank_zero_warn)
 
     # -- steps -------------------------------------------------------------------------------------------------------
 
@@ -515,6 +523,13 @@ class PTDPStrategy(ParallelStrategy):
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         """Predict a batch."""
         return self._evaluate("predict_step", self.precision.predict_step_context, args, kwargs)
+
+    def on_predict_end(self) -> None:
+        """Give the ranks of replica 0 all predictions, where they are returned."""
+        loop = self._module.trainer.predict_loop
+        if loop.return_predictions:
+            predictions = [loop.predictions] if loop.num_dataloaders == 1 else loop.predictions
+            join_predictions(predictions, loaders.leaves(self._module.trainer.predict_dataloaders), self.groups)
 
     def _evaluate(self, name: str, context: Context, args: Any, kwargs: Any) -> Any:
         at = self._progress

@@ -34,8 +34,8 @@ _PURE = "config topology schedule"
 _COMPUTE = "comm kernels batch loss_weight outputs data_parallel tensor_parallel pipeline recompute"
 _FRONT = (
     f"engine checkpoint planner {_PURE} comm batch exchange failure outputs precision loaders logging log_calls "
-    "hook_logs metrics progress stage_state stopping whole_module layout steps strategy check callbacks averages holdings "
-    "parameter_groups tensor_parallel.random"
+    "hook_logs metrics progress predictions stage_state stopping whole_module layout steps strategy check callbacks "
+    "averages holdings parameter_groups tensor_parallel.random"
 )
 
 UNITS: dict[str, Unit] = {
@@ -45,7 +45,7 @@ UNITS: dict[str, Unit] = {
     "planner": _unit(1, _PURE, "yaml"),
     "kernels": _unit(1, "", "torch"),
     "comm": _unit(1, _PURE, "torch numpy"),
-    "outputs": _unit(1, "", "torch"),
+    "outputs": _unit(1, "", "torch numpy"),
     "batch": _unit(1, "", "torch"),
     "loss_weight": _unit(1, "", "torch"),
     "parameter_groups": _unit(1, "", "torch"),
@@ -66,6 +66,7 @@ UNITS: dict[str, Unit] = {
     "hook_logs": _unit(4, _FRONT, "torch lightning torchmetrics"),
     "progress": _unit(4, _FRONT, "torch lightning"),
     "stage_state": _unit(4, _FRONT, "torch lightning numpy"),
+    "predictions": _unit(4, f"data_parallel.sampler {_FRONT}", "torch lightning"),
     "whole_module": _unit(4, _FRONT, "torch lightning"),
     "callbacks": _unit(4, _FRONT, "torch lightning"),
     "averages": _unit(4, _FRONT, "torch lightning"),
