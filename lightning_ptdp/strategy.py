@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
-from lightning_ptdp import loaders
+from lightning_ptdp import inventory, loaders, preflight
 from lightning_ptdp.checkpoint.whole import WholeState
 from lightning_ptdp.comm import collectives
 from lightning_ptdp.comm.groups import Groups, join_world, world
@@ -49,9 +49,11 @@ from lightning_ptdp.logging import ALREADY_SYNCED
 from lightning_ptdp.metrics import connect_metrics
 from lightning_ptdp.precision import PTDPPrecision
 from lightning_ptdp.progress import EvaluationProgress
+from lightning_ptdp.refusals import batch_norm_warning, foreign_parameters, refused_modules, refused_optimizers
 from lightning_ptdp.schedule import SCHEDULES
 from lightning_ptdp.steps import Context, Steps, batch_of
 from lightning_ptdp.tensor_parallel.random import mix, share_random_state
+from lightning_ptdp.topology import Topology
 from lightning_ptdp.whole_module import agree_on_weights, pin_summaries, refused_callbacks
 
 # What Lightning says when a value is not reduced over ranks; with one replica there is nothing to reduce.
@@ -130,9 +132,9 @@ class PTDPStrategy(ParallelStrategy):
             eval_micro_batch_size=eval_micro_batch_size,
             schedule=schedule,
             sequence_parallel=sequence_parallel,
-            pipeline_split=None if pipeline_split is None else tuple(pipeline_split),
+            pipeline_split=pipeline_split,
         )
-        self._wishes = Wishes(tensor_parallel_plan, pipeline_blocks, tuple(first), tuple(last), tuple(shared))
+        self._wishes = Wishes(tensor_parallel_plan, pipeline_blocks, first, last, shared)
         self.num_nodes = 1
         self._not_available = [
             f"{name}={value!r} is not available in this version; leave it out"
@@ -144,6 +146,7 @@ class PTDPStrategy(ParallelStrategy):
         ]
         self._backend, self._timeout = process_group_backend, timeout
         self._faults: list[str] = []
+        self._topology: Topology | None = None
         self._groups: Groups | None = None
         self._engine: Engine | None = None
         self._exchange: Exchange | None = None
@@ -218,17 +221,38 @@ class PTDPStrategy(ParallelStrategy):
         reset_seed()
         self.set_world_ranks()
         self._join_world()
-        self._faults = [*self.config.faults(SCHEDULES), *self._not_available]
-        is_fixed = "auto" not in (self.config.tensor_parallel_size, self.config.pipeline_parallel_size)
-        if is_fixed or any(True for _ in self._module.parameters()):
-            self._make_groups()
+        self._settle_sizes(is_built=any(True for _ in self._module.parameters()))
 
-    def _make_groups(self) -> None:
-        """Choose what was left to "auto", and make the groups; faults are kept for `setup`, which raises them all."""
-        if self._faults:
-            return
-        topology, self._faults = self.config.resolve(self.world_size, self._choice())
-        if self._faults or (self._groups is not None and self._groups.topology == topology):
+    def _settle_sizes(self, *, is_built: bool) -> None:
+        """Choose what was left to "auto", compare with the other ranks, and make the groups.
+
+        Faults are kept for `setup`, which raises them with those of the module. is_built: whether the module is.
+        """
+        faults = [*self.config.faults(SCHEDULES), *self._wishes.faults(), *self._not_available]
+        is_fixed = "auto" not in (self.config.tensor_parallel_size, self.config.pipeline_parallel_size)
+        topology = None
+        if faults or is_fixed or is_built:
+            choice = () if faults else (self._choice(),)
+            topology, more = self.config.resolve(self.world_size, *choice)
+            faults += [fault for fault in more if fault not in faults]
+        sections = [
+            inventory.versions(),
+            inventory.arguments(
+                self.config,
+                self._wishes,
+                process_group_backend=self._backend,
+                timeout=self._timeout,
+                device=self.root_device.type,
+                devices_per_node=self.num_processes,
+            ),
+            inventory.sizes(topology),
+        ]
+        self._faults, self._topology = preflight.agree(sections, faults, world()), topology
+        if topology is not None and not self._faults:
+            self._make_groups(topology)
+
+    def _make_groups(self, topology: Topology) -> None:
+        if self._groups is not None and self._groups.topology == topology:
             return
         self._groups = Groups.create(topology, self.root_device.type)
         self._exchange = Exchange(self._groups)
@@ -279,6 +303,9 @@ class PTDPStrategy(ParallelStrategy):
             agree_on_weights(module, self.groups)
             remember(module, layout)
             rank_zero_info(f"{describe(layout, self.config)}; kernels: PyTorch's own operations, none compiled")
+        warning = batch_norm_warning(module, layout.topology, self.config) if fits else None
+        if warning is not None:
+            rank_zero_warn(warning)
         self.precision.convert_module(module)
         self._engine = Engine(self.config, self.groups, self.root_device, self._agreed_seed())
         self._engine.set_up(module, layout.partition, layout.placement)
@@ -300,22 +327,16 @@ class PTDPStrategy(ParallelStrategy):
 
     def _check(self, trainer: pl.Trainer, module: pl.LightningModule) -> Layout:
         """The layout of the module; raises on every rank with all that is wrong, before the first collective on it."""
-        if self._groups is None:
-            self._make_groups()
-        faults = list(self._faults)
-        topology = self._groups.topology if self._groups is not None else None
-        if topology is None:
-            topology, more = self.config.resolve(self.world_size)
-            faults += [fault for fault in more if fault not in faults]
+        if self._topology is None and not self._faults:  # alike on all ranks
+            self._settle_sizes(is_built=True)
+        topology = self._topology or self.config.resolve(self.world_size)[0]
+        faults = [*self._faults, *refused_callbacks(trainer, topology)]
+        faults += refused_modules(module, topology, trains=trainer.state.fn == TrainerFn.FITTING)
         layout, more = lay_out(module, self.config, topology, self._wishes)
-        faults += more + refused_callbacks(trainer, topology)
-        if topology.pipeline_parallel_size > 1 and not module.automatic_optimization:
-            faults.append(
-                "manual optimization runs backward inside training_step, where only the last stage arrives; use "
-                "automatic optimization, or pipeline_parallel_size=1"
-            )
-        if faults:
-            raise ValueError("PTDPStrategy cannot run this:\n" + "\n".join(f"- {fault}" for fault in faults))
+        sections = [inventory.trainer_settings(trainer), inventory.module_contents(module)]
+        if not self._faults:
+            sections += [inventory.layout_of_ranks(layout), inventory.tensor_parallel_plan(layout)]
+        preflight.refuse(preflight.agree(sections, faults + more, world()))
         return layout
 
     def _agreed_seed(self) -> int:
@@ -331,11 +352,7 @@ class PTDPStrategy(ParallelStrategy):
         module, skeleton = self._module, self.engine.skeleton
         with skeleton.whole() if skeleton is not None else nullcontext():
             super().setup_optimizers(trainer)
-            names = {parameter: name for name, parameter in reversed(list(module.named_parameters()))}
-            self._optimizer_names = [
-                [[names[p] for p in group["params"]] for group in optimizer.param_groups]
-                for optimizer in self.optimizers
-            ]
+            self._optimizer_names = self._checked_names(module)
         hollow = skeleton.hollow.parameters if skeleton is not None else set()
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
@@ -346,6 +363,18 @@ class PTDPStrategy(ParallelStrategy):
             self._bind()
         else:
             self.engine.sum_in_backward(module)
+
+    def _checked_names(self, module: pl.LightningModule) -> list[list[list[str]]]:
+        """Names of what each group of each optimizer holds; raises on every rank where optimizers cannot be split."""
+        names = {parameter: name for name, parameter in reversed(list(module.named_parameters()))}
+        held = [
+            [[names.get(p, "") for p in g["params"]] for g in optimizer.param_groups] for optimizer in self.optimizers
+        ]
+        faults = foreign_parameters(module, self.optimizers)
+        faults += refused_optimizers(self.optimizers, self.groups.topology)
+        section = inventory.optimization(self.optimizers, held, self.lr_scheduler_configs)
+        preflight.refuse(preflight.agree([section], faults, world()))
+        return held
 
     def _trained(self) -> list[nn.Parameter]:
         members = [p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]]

@@ -34,7 +34,7 @@ _PURE = "config topology schedule"
 _COMPUTE = "comm kernels batch loss_weight outputs data_parallel tensor_parallel pipeline recompute"
 _FRONT = (
     f"engine checkpoint planner {_PURE} comm batch exchange failure outputs precision loaders logging metrics progress "
-    "whole_module layout steps strategy check tensor_parallel.random"
+    "whole_module layout steps strategy check preflight inventory refusals tensor_parallel.random"
 )
 
 UNITS: dict[str, Unit] = {
@@ -49,6 +49,8 @@ UNITS: dict[str, Unit] = {
     "loss_weight": _unit(1, "", "torch"),
     "exchange": _unit(2, f"comm {_PURE}", "torch"),
     "failure": _unit(2, f"comm {_PURE}", "torch"),
+    "preflight": _unit(2, "comm", "torch"),
+    "probe": _unit(2, "", "torch"),
     "tensor_parallel": _unit(2, f"comm kernels {_PURE}", "torch numpy"),
     "data_parallel": _unit(2, f"comm kernels {_PURE}", "torch"),
     "pipeline": _unit(2, f"comm {_PURE}", "torch"),
@@ -62,6 +64,8 @@ UNITS: dict[str, Unit] = {
     "metrics": _unit(4, _FRONT, "torch lightning torchmetrics"),
     "progress": _unit(4, _FRONT, "torch lightning"),
     "whole_module": _unit(4, _FRONT, "torch lightning"),
+    "inventory": _unit(4, f"__init__ {_FRONT}", "torch lightning torchmetrics"),
+    "refusals": _unit(4, f"probe {_FRONT}", "torch lightning"),
     "steps": _unit(4, _FRONT, "torch lightning"),
     "strategy": _unit(4, _FRONT, "torch lightning"),
     "check": _unit(4, _FRONT, "torch lightning"),
