@@ -234,6 +234,8 @@ def choose_model_parallel(
     t grows first, up to the devices of a node, where the module's plan and heads allow it; then p (the takeaways of
     SC'21 section 3). Where nothing fits, the largest that divides the processes.
     """
+    if any(map(is_lazy, module.parameters())):
+        return (1, 1)  # which `lay_out` refuses
     parameters = sum(parameter.numel() for parameter in module.parameters())
     tensor = (
         [config.tensor_parallel_size]

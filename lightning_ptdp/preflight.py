@@ -37,8 +37,25 @@ class Section:
     explained_by: frozenset[str] = field(default=frozenset())
 
 
-def agree(sections: Sequence[Section], faults: Iterable[str], group: ProcessGroup) -> list[str]:
-    """Everything that is wrong on any rank of the group, a sentence each; every rank must call this, and gets the same.
+@dataclass(frozen=True)
+class Findings:
+    """What ranks found together. faults: a sentence each. are_alike: whether all ranks said the same."""
+
+    faults: list[str]
+    are_alike: bool
+
+    def refuse(self) -> None:
+        """Raise if there are faults.
+
+        Raises:
+            ValueError: with all of them, one a line.
+        """
+        if self.faults:
+            raise ValueError("PTDPStrategy cannot run this:\n" + "\n".join(f"- {fault}" for fault in self.faults))
+
+
+def compare(sections: Sequence[Section], faults: Iterable[str], group: ProcessGroup) -> Findings:
+    """Everything that is wrong on any rank of the group; every rank must call this, and gets the same.
 
     sections: the same ones on every rank. faults: what this rank found by itself.
     """
@@ -47,21 +64,12 @@ def agree(sections: Sequence[Section], faults: Iterable[str], group: ProcessGrou
     found = gather_differing(stated | {_FAULTS: dict.fromkeys(mine, "")}, group)
     told = found.pop(_FAULTS, None)
     everyones = mine if told is None else _attributed(told)
-    return everyones + [
+    differences = [
         _sentence(section, found[section.name])
         for section in sections
         if section.name in found and section.explained_by.isdisjoint(found)
     ]
-
-
-def refuse(faults: Sequence[str]) -> None:
-    """Raise if there are faults.
-
-    Raises:
-        ValueError: with all of them, one a line.
-    """
-    if faults:
-        raise ValueError("PTDPStrategy cannot run this:\n" + "\n".join(f"- {fault}" for fault in faults))
+    return Findings(everyones + differences, are_alike=told is None and not found)
 
 
 def gather_differing(stated: Mapping[str, Items], group: ProcessGroup) -> dict[str, list[Items]]:

@@ -45,18 +45,6 @@ def _refused_steps(module: pl.LightningModule, topology: Topology) -> list[str]:
             "training_step takes dataloader_iter, and runs once a microbatch on every stage: each would draw batches "
             f"of its own; take the batch instead, or use pipeline_parallel_size=1 (it is {p})"
         )
-    if module.automatic_optimization and not any(q.requires_grad for q in module.parameters()):
-        count = sum(1 for _ in module.parameters())
-        faults.append(
-            f"none of the module's {count} parameters requires a gradient, so there is nothing to train; unfreeze "
-            "some, or use trainer.validate"
-        )
-    sparse = [n for n, m in module.named_modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse]
-    if sparse and module.automatic_optimization and topology.world_size > 1:
-        faults.append(
-            f"{_listed(sparse)} give sparse gradients, and those of a parallel run are added up in dense buffers; use "
-            "sparse=False"
-        )
     return faults
 
 

@@ -246,8 +246,14 @@ class PTDPStrategy(ParallelStrategy):
                 devices_per_node=self.num_processes,
             ),
             inventory.sizes(topology),
+            inventory.trainer_settings(self._module.trainer),
         ]
-        self._faults, self._topology = preflight.agree(sections, faults, world()), topology
+        found = preflight.compare(sections, faults, world())
+        self._faults, self._topology = found.faults, topology
+        if not found.are_alike:  # hooks that run before `setup` may meet in collectives, and would wait for ever
+            if is_built:
+                self._check(self._module.trainer, self._module)
+            found.refuse()
         if topology is not None and not self._faults:
             self._make_groups(topology)
 
@@ -333,10 +339,10 @@ class PTDPStrategy(ParallelStrategy):
         faults = [*self._faults, *refused_callbacks(trainer, topology)]
         faults += refused_modules(module, topology, trains=trainer.state.fn == TrainerFn.FITTING)
         layout, more = lay_out(module, self.config, topology, self._wishes)
-        sections = [inventory.trainer_settings(trainer), inventory.module_contents(module)]
+        sections = [inventory.module_contents(module)]
         if not self._faults:
             sections += [inventory.layout_of_ranks(layout), inventory.tensor_parallel_plan(layout)]
-        preflight.refuse(preflight.agree(sections, faults + more, world()))
+        preflight.compare(sections, faults + more, world()).refuse()
         return layout
 
     def _agreed_seed(self) -> int:
@@ -373,7 +379,7 @@ class PTDPStrategy(ParallelStrategy):
         faults = foreign_parameters(module, self.optimizers)
         faults += refused_optimizers(self.optimizers, self.groups.topology)
         section = inventory.optimization(self.optimizers, held, self.lr_scheduler_configs)
-        preflight.refuse(preflight.agree([section], faults, world()))
+        preflight.compare([section], faults, world()).refuse()
         return held
 
     def _trained(self) -> list[nn.Parameter]:
