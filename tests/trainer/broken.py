@@ -185,7 +185,7 @@ class Lamb(optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         """One step."""
-        loss = closure()
+        loss = None if closure is None else closure()
         for group in self.param_groups:
             for p in group["params"]:
                 p.sub_(group["lr"] * p.grad * p.norm() / p.grad.norm())
