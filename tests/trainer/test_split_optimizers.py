@@ -1,7 +1,7 @@
-"""Optimizers that a layout leaves right are not refused: they give the numbers of one process."""
+"""Optimizers and gradients that a layout leaves right are not refused: they give the numbers of one process."""
 
 import pytest
-from torch import optim
+from torch import nn, optim
 
 from tests.models import GPT, texts
 from tests.oracle import assert_same, parallel, serial
@@ -40,6 +40,28 @@ class OwnAdamed(Optimized):
 
     def __init__(self):
         super().__init__(optimizer="own AdamW")
+
+
+class SparseGPT(GPT):
+    """Its embedding gives sparse gradients."""
+
+    def __init__(self):
+        super().__init__()
+        self.token = nn.Embedding(64, 32, sparse=True)
+
+
+class DenseGPT(GPT):
+    """Draws the same numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.token = nn.Embedding(64, 32)
+
+
+def test_sparse_gradients_are_those_of_dense_ones():
+    batches = [texts(4, seed=i) for i in range(2)]
+    run, _ = parallel(SparseGPT, batches, pipeline_parallel_size=2, micro_batch_size=2)
+    assert_same(run, serial(DenseGPT, batches))
 
 
 @pytest.mark.parametrize(
