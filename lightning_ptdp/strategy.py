@@ -27,7 +27,7 @@ from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lightning_ptdp import loaders
+from lightning_ptdp import inventory, loaders, preflight
 from lightning_ptdp.averages import split_averages
 from lightning_ptdp.callbacks import (
     callbacks_of,
@@ -62,11 +62,13 @@ from lightning_ptdp.parameter_groups import WholeGroups
 from lightning_ptdp.precision import PTDPPrecision
 from lightning_ptdp.predictions import join_predictions
 from lightning_ptdp.progress import LoopProgress
+from lightning_ptdp.refusals import batch_norm_warning, foreign_parameters, refused_modules, refused_optimizers
 from lightning_ptdp.schedule import SCHEDULES
 from lightning_ptdp.stage_state import StageState
 from lightning_ptdp.steps import Context, Steps, batch_of, edits_gradients, refused_steps
 from lightning_ptdp.stopping import StopTogether
 from lightning_ptdp.tensor_parallel.random import mix, share_random_state
+from lightning_ptdp.topology import Topology
 from lightning_ptdp.whole_module import agree_on_weights, pin_summaries
 
 # What Lightning says when a value is not reduced over ranks; with one replica there is nothing to reduce.
@@ -145,9 +147,9 @@ class PTDPStrategy(ParallelStrategy):
             eval_micro_batch_size=eval_micro_batch_size,
             schedule=schedule,
             sequence_parallel=sequence_parallel,
-            pipeline_split=None if pipeline_split is None else tuple(pipeline_split),
+            pipeline_split=pipeline_split,
         )
-        self._wishes = Wishes(tensor_parallel_plan, pipeline_blocks, tuple(first), tuple(last), tuple(shared))
+        self._wishes = Wishes(tensor_parallel_plan, pipeline_blocks, first, last, shared)
         self.num_nodes = 1
         self._not_available = [
             f"{name}={value!r} is not available in this version; leave it out"
@@ -159,6 +161,7 @@ class PTDPStrategy(ParallelStrategy):
         ]
         self._backend, self._timeout = process_group_backend, timeout
         self._faults: list[str] = []
+        self._topology: Topology | None = None
         self._groups: Groups | None = None
         self._engine: Engine | None = None
         self._exchange: Exchange | None = None
@@ -247,17 +250,44 @@ class PTDPStrategy(ParallelStrategy):
         reset_seed()
         self.set_world_ranks()
         self._join_world()
-        self._faults = [*self.config.faults(SCHEDULES), *self._not_available]
-        is_fixed = "auto" not in (self.config.tensor_parallel_size, self.config.pipeline_parallel_size)
-        if is_fixed or any(True for _ in self._module.parameters()):
-            self._make_groups()
+        self._settle_sizes(is_built=any(True for _ in self._module.parameters()))
 
-    def _make_groups(self) -> None:
-        """Choose what was left to "auto", and make the groups; faults are kept for `setup`, which raises them all."""
-        if self._faults:
-            return
-        topology, self._faults = self.config.resolve(self.world_size, self._choice())
-        if self._faults or (self._groups is not None and self._groups.topology == topology):
+    def _settle_sizes(self, *, is_built: bool) -> None:
+        """Choose what was left to "auto", compare with the other ranks, and make the groups.
+
+        Faults are kept for `setup`, which raises them with those of the module. is_built: whether the module is.
+        """
+        faults = [*self.config.faults(SCHEDULES), *self._wishes.faults(), *self._not_available]
+        is_fixed = "auto" not in (self.config.tensor_parallel_size, self.config.pipeline_parallel_size)
+        topology = None
+        if faults or is_fixed or is_built:
+            choice = () if faults else (self._choice(),)
+            topology, more = self.config.resolve(self.world_size, *choice)
+            faults += [fault for fault in more if fault not in faults]
+        sections = [
+            inventory.versions(),
+            inventory.arguments(
+                self.config,
+                self._wishes,
+                process_group_backend=self._backend,
+                timeout=self._timeout,
+                device=self.root_device.type,
+                devices_per_node=self.num_processes,
+            ),
+            inventory.sizes(topology),
+            inventory.trainer_settings(self._module.trainer),
+        ]
+        found = preflight.compare(sections, faults, world())
+        self._faults, self._topology = found.faults, topology
+        if not found.are_alike:  # hooks that run before `setup` may meet in collectives, and would wait for ever
+            if is_built:
+                self._check(self._module.trainer, self._module)
+            found.refuse()
+        if topology is not None and not self._faults:
+            self._make_groups(topology)
+
+    def _make_groups(self, topology: Topology) -> None:
+        if self._groups is not None and self._groups.topology == topology:
             return
         self._groups = Groups.create(topology, self.root_device.type)
         self._exchange = Exchange(self._groups)
@@ -312,6 +342,9 @@ class PTDPStrategy(ParallelStrategy):
             rank_zero_info(f"{describe(layout, self.config)}; kernels: PyTorch's own operations, none compiled")
             if has_summary and layout.topology.replica_size > 1:
                 rank_zero_info(table(holdings(module, layout)))
+        warning = batch_norm_warning(module, layout.topology, self.config) if fits else None
+        if warning is not None:
+            rank_zero_warn(warning)
         self.precision.convert_module(module)
         self._engine = Engine(self.config, self.groups, self.root_device, self._agreed_seed())
         self._engine.set_up(module, layout.partition, layout.placement)
@@ -347,23 +380,17 @@ class PTDPStrategy(ParallelStrategy):
 
     def _check(self, trainer: pl.Trainer, module: pl.LightningModule) -> Layout:
         """The layout of the module; raises on every rank with all that is wrong, before the first collective on it."""
-        if self._groups is None:
-            self._make_groups()
-        faults = list(self._faults)
-        topology = self._groups.topology if self._groups is not None else None
-        if topology is None:
-            topology, more = self.config.resolve(self.world_size)
-            faults += [fault for fault in more if fault not in faults]
-        layout, more = lay_out(module, self.config, topology, self._wishes)
-        faults += more + refused_callbacks(callbacks_of(trainer), module, topology)
+        if self._topology is None and not self._faults:  # alike on all ranks
+            self._settle_sizes(is_built=True)
+        topology = self._topology or self.config.resolve(self.world_size)[0]
+        faults = [*self._faults, *refused_callbacks(callbacks_of(trainer), module, topology)]
+        faults += refused_modules(module, topology, trains=trainer.state.fn == TrainerFn.FITTING)
         faults += refused_steps(module, topology)
-        if topology.pipeline_parallel_size > 1 and not module.automatic_optimization:
-            faults.append(
-                "manual optimization runs backward inside training_step, where only the last stage arrives; use "
-                "automatic optimization, or pipeline_parallel_size=1"
-            )
-        if faults:
-            raise ValueError("PTDPStrategy cannot run this:\n" + "\n".join(f"- {fault}" for fault in faults))
+        layout, more = lay_out(module, self.config, topology, self._wishes)
+        sections = [inventory.module_contents(module)]
+        if not self._faults:
+            sections += [inventory.layout_of_ranks(layout), inventory.tensor_parallel_plan(layout)]
+        preflight.compare(sections, faults + more, world()).refuse()
         return layout
 
     def _agreed_seed(self) -> int:
@@ -379,12 +406,24 @@ class PTDPStrategy(ParallelStrategy):
         module, skeleton = self._module, self.engine.skeleton
         with self.engine.whole():
             super().setup_optimizers(trainer)
+            self._check_optimizers(module)
         self._parameter_groups = WholeGroups(frozenset() if skeleton is None else skeleton.hollow.parameters)
         self._parameter_groups.hide(self.optimizers)
         if module.automatic_optimization:
             self._bind()
         else:
             self.engine.sum_in_backward(module)
+
+    def _check_optimizers(self, module: pl.LightningModule) -> None:
+        """Raise on every rank where ranks have other optimizers, or optimizers cannot be split."""
+        names = {parameter: name for name, parameter in reversed(list(module.named_parameters()))}
+        held = [
+            [[names.get(p, "") for p in g["params"]] for g in optimizer.param_groups] for optimizer in self.optimizers
+        ]
+        faults = foreign_parameters(module, self.optimizers)
+        faults += refused_optimizers(self.optimizers, self.groups.topology)
+        section = inventory.optimization(self.optimizers, held, self.lr_scheduler_configs)
+        preflight.compare([section], faults, world()).refuse()
 
     @contextmanager
     def whole_model(self) -> Iterator[None]:

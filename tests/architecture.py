@@ -35,7 +35,7 @@ _COMPUTE = "comm kernels batch loss_weight outputs data_parallel tensor_parallel
 _FRONT = (
     f"engine checkpoint planner {_PURE} comm batch exchange failure outputs precision loaders logging log_calls "
     "hook_logs metrics progress predictions stage_state stopping whole_module layout steps strategy check callbacks "
-    "averages holdings parameter_groups tensor_parallel.random"
+    "averages holdings parameter_groups preflight inventory refusals tensor_parallel.random"
 )
 
 UNITS: dict[str, Unit] = {
@@ -51,6 +51,8 @@ UNITS: dict[str, Unit] = {
     "parameter_groups": _unit(1, "", "torch"),
     "exchange": _unit(2, f"comm {_PURE}", "torch"),
     "failure": _unit(2, f"comm {_PURE}", "torch"),
+    "preflight": _unit(2, "comm", "torch"),
+    "probe": _unit(2, "", "torch"),
     "tensor_parallel": _unit(2, f"comm kernels {_PURE}", "torch numpy"),
     "data_parallel": _unit(2, f"comm kernels {_PURE}", "torch"),
     "pipeline": _unit(2, f"comm {_PURE}", "torch"),
@@ -71,6 +73,8 @@ UNITS: dict[str, Unit] = {
     "callbacks": _unit(4, _FRONT, "torch lightning"),
     "averages": _unit(4, _FRONT, "torch lightning"),
     "holdings": _unit(4, _FRONT, "torch"),
+    "inventory": _unit(4, f"__init__ {_FRONT}", "torch lightning torchmetrics"),
+    "refusals": _unit(4, f"probe {_FRONT}", "torch lightning"),
     "steps": _unit(4, _FRONT, "torch lightning"),
     "check": _unit(4, f"{_FRONT} pipeline.partition tensor_parallel.shard", "torch lightning numpy"),
     "stopping": _unit(4, _FRONT, "lightning"),
