@@ -18,7 +18,7 @@ import torch
 from lightning_ptdp.comm.collectives import all_gather_dim, broadcast_, broadcast_object, gather_objects
 from lightning_ptdp.comm.groups import Groups
 
-_HEAD = 5  # numbers before those of the logged values
+_HEAD = 6  # numbers before those of the logged values
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class StepReport:
     """A step's result.
 
     weight: sum of the microbatches' weights. weighted_loss: sum of weight * loss. scale: see `BatchRun`.
-    has_output: whether the step returned more than a loss.
+    has_output: whether the step returned more than a loss. is_skipped: whether it returned None for everything.
     """
 
     weight: float
@@ -65,6 +65,7 @@ class StepReport:
     num_samples: float
     has_output: bool
     logged: tuple[Logged, ...]
+    is_skipped: bool = False
 
     @property
     def loss(self) -> float:
@@ -167,11 +168,13 @@ def _merge_reports(mine: StepReport, reports: Sequence[StepReport]) -> StepRepor
         num_samples=sum(report.num_samples for report in reports),
         has_output=mine.has_output,
         logged=tuple(values),
+        is_skipped=all(report.is_skipped for report in reports),
     )
 
 
 def _numbers(report: StepReport) -> list[float]:
-    numbers = [report.weight, report.weighted_loss, report.scale, report.num_samples, float(report.has_output)]
+    flags = [float(report.has_output), float(report.is_skipped)]
+    numbers = [report.weight, report.weighted_loss, report.scale, report.num_samples, *flags]
     for value in report.logged:
         numbers += [value.value, value.weight, value.batch_size]
     return numbers
@@ -180,8 +183,8 @@ def _numbers(report: StepReport) -> list[float]:
 def _report(numbers: Sequence[float], schema: tuple[Key, ...]) -> StepReport:
     triples = [numbers[i : i + 3] for i in range(_HEAD, len(numbers), 3)]
     logged = tuple(Logged(key, *three) for key, three in zip(schema, triples, strict=True))
-    weight, weighted_loss, scale, num_samples, has_output = numbers[:_HEAD]
-    return StepReport(weight, weighted_loss, scale, num_samples, bool(has_output), logged)
+    weight, weighted_loss, scale, num_samples, has_output, is_skipped = numbers[:_HEAD]
+    return StepReport(weight, weighted_loss, scale, num_samples, bool(has_output), logged, bool(is_skipped))
 
 
 def _hash(schema: tuple[Key, ...]) -> int:

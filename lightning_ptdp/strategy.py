@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
@@ -284,6 +284,7 @@ class PTDPStrategy(ParallelStrategy):
         self._engine.set_up(module, layout.partition, layout.placement)
         self.model_to_device()
         if fits:
+            self._engine.join_statistics(module, all_batch_norms=self._layer_sync is not None)
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
         self.precision.bind(self._gradient_norm)
@@ -345,7 +346,7 @@ class PTDPStrategy(ParallelStrategy):
         if module.automatic_optimization:
             self._bind()
         else:
-            self.engine.sum_in_backward(module)
+            self.engine.bind_manual(module)
 
     def _trained(self) -> list[nn.Parameter]:
         members = [p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]]
@@ -386,16 +387,16 @@ class PTDPStrategy(ParallelStrategy):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run a batch through the schedule; gradients wait for `backward`."""
-        module = self._module
-        if not module.automatic_optimization:
-            return super().training_step(*args, **kwargs)
-        if not self.engine.trains(self._trained()):
-            self._bind()
+        module, context = self._module, self.precision.train_step_context
         loop, accumulate = module.trainer.fit_loop, module.trainer.accumulate_grad_batches
         if loop.total_batch_idx < _CHECKED_BATCHES:
             self.steps.check_same(batch_of(args, kwargs))
+        if not module.automatic_optimization:
+            return self.steps.train_manually(context, args, kwargs, number=loop.total_batch_idx)
+        if not self.engine.trains(self._trained()):
+            self._bind()
         return self.steps.train(
-            self.precision.train_step_context,
+            context,
             lambda loss: self.precision.backward(loss, module, None),
             args,
             kwargs,
@@ -419,12 +420,27 @@ class PTDPStrategy(ParallelStrategy):
     def _manual_backward(self, loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Manual optimization, without a pipeline: average over the replicas what one backward gave."""
         loss = super().backward(loss, optimizer, *args, **kwargs)
-        collectives.average_gradients(self._module.parameters(), self.groups.data)
+        if self.engine.manual is not None and not self._blocks_sync:
+            self.engine.manual.settle()
         return loss
+
+    def optimizer_step(
+        self, optimizer: Optimizer, closure: Callable[[], Any], model: nn.Module | None = None, **kwargs: Any
+    ) -> Any:
+        """Step, unless gradients of manual optimization are not those of all replicas."""
+        manual = self.engine.manual
+
+        def checked() -> Any:
+            result = closure()
+            if manual is not None:
+                manual.check(p for group in optimizer.param_groups for p in group["params"])
+            return result
+
+        return super().optimizer_step(optimizer, checked, model, **kwargs)
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Within, a batch is one of several that accumulate, and not the last."""
+        """Within, a batch (in manual optimization a backward) is one of several that accumulate, and not the last."""
         self._blocks_sync = True
         try:
             yield
@@ -490,8 +506,13 @@ class PTDPStrategy(ParallelStrategy):
         return bool(collectives.all_reduce_(vote, world(), collectives.MIN if all else collectives.MAX))
 
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
-        """Gather over the replicas."""
-        return super().all_gather(tensor, group=group or self.groups.data, sync_grads=sync_grads)
+        """Gather over the replicas: [d, ...]; Lightning passes the world where the user passed nothing.
+
+        sync_grads: sum the gradients of all into each one's own.
+        """
+        chosen = self.groups.data if group in (None, dist.group.WORLD) else group
+        with nullcontext() if sync_grads else torch.no_grad():
+            return collectives.gather_to(tensor[None], chosen, 0)
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
@@ -553,7 +574,7 @@ class PTDPStrategy(ParallelStrategy):
         if self._steps is not None:
             self._steps.close()
         if self._engine is not None:
-            self._engine.release()
+            self._engine.close()
         super().teardown()
 
 
