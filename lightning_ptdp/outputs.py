@@ -21,7 +21,7 @@ def to_device(value: Any, device: torch.device) -> Any:
 
 
 def extras(outputs: Sequence[Any], sizes: Sequence[int], weights: Sequence[float]) -> dict[str, Any]:
-    """What dicts that a training step returned hold besides "loss", merged over the microbatches not left out (None)."""
+    """What dicts that a training step returned hold besides "loss", merged over the microbatches that are not None."""
     kept = [row for row in zip(outputs, sizes, weights, strict=False) if row[0] is not None]
     if not kept or not all(isinstance(output, Mapping) for output, _, _ in kept):
         return {}

@@ -1,4 +1,4 @@
-"""What a step may do besides giving a loss: leave batches out, use a part of the model, move buffers, talk to others."""
+"""What a step may do besides giving a loss: skip batches, use parts of the model, move buffers, talk to other ranks."""
 
 import warnings
 from functools import partial
@@ -34,14 +34,13 @@ class Choosy(GPT):
 
 
 SKIPS = {
-    "first": dict(skipped=(0,)),
-    "in a window": dict(skipped=(0, 3), accumulate=2),
-    "a whole window": dict(skipped=(2, 3), accumulate=2, clip=0.1),
-    "all": dict(skipped=(0, 1, 2, 3)),
+    "first": {"skipped": (0,)},
+    "in a window": {"skipped": (0, 3), "accumulate": 2},
+    "all, clipped": {"skipped": (0, 1, 2, 3), "accumulate": 2, "clip": 0.1},
 }
 
 
-@pytest.mark.parametrize("layout", [(1, 1, 1), (2, 1, 1), (1, 1, 2), (1, 2, 1), (1, 2, 2)], ids=str)
+@pytest.mark.parametrize("layout", [(1, 1, 1), (2, 1, 1), (1, 1, 2), (1, 2, 1)], ids=str)
 @pytest.mark.parametrize("name", SKIPS)
 def test_a_skipped_batch_changes_nothing(name, layout):
     case, (t, p, d) = dict(SKIPS[name]), layout
@@ -79,7 +78,7 @@ def weights_after(make, batches, trainer, strategy):
     return end.weights
 
 
-@pytest.mark.parametrize("layout", [dict(), dict(pipeline_parallel_size=2), dict(data_parallel_size=2)], ids=str)
+@pytest.mark.parametrize("layout", [{}, {"pipeline_parallel_size": 2}, {"data_parallel_size": 2}], ids=str)
 def test_rows_left_out_do_not_count(layout):
     """A microbatch of one row each; where rows are left out, the rest is the batch."""
     batches = [texts(4, seed=i) for i in range(3)]

@@ -89,8 +89,6 @@ class ByHand(GPT):
 class Gan(pl.LightningModule):
     """Two networks and two optimizers that take turns."""
 
-    plan = {f"{net}.{i}": style for net in ("generator", "critic") for i, style in ((0, "colwise"), (2, "rowwise"))}
-
     def __init__(self):
         super().__init__()
         self.automatic_optimization = False
@@ -126,13 +124,14 @@ class Gan(pl.LightningModule):
         return optimizers, [torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5) for optimizer in optimizers]
 
 
+GAN_PLAN = {f"{net}.{i}": style for net in ("generator", "critic") for i, style in ((0, "colwise"), (2, "rowwise"))}
 MODULES = {
     "plainly": (partial(ByHand, "plainly"), texts, PLAN),
     "accumulating": (partial(ByHand, "accumulating", optimizer="momentum"), texts, PLAN),
     "several backwards": (partial(ByHand, "several_backwards"), texts, PLAN),
     "in a closure": (partial(ByHand, "in_a_closure"), texts, PLAN),
     "now and then": (partial(ByHand, "now_and_then", optimizer="adamw", lr=0.01), texts, PLAN),
-    "two networks": (Gan, points, Gan.plan),
+    "two networks": (Gan, points, GAN_PLAN),
 }
 
 
