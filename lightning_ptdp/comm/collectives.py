@@ -257,7 +257,8 @@ def gathered_to(part: Tensor, whole: Tensor, group: ProcessGroup, dim: int) -> T
 
     whole: what all parts make, without a graph.
     """
-    return _apply(_GatheredTo, part, whole, group, dim)
+    joined: Tensor = _apply(_GatheredTo, part, whole, group, dim)
+    return joined
 
 
 def reduce_scatter_from(tensor: Tensor, group: ProcessGroup, dim: int) -> Tensor:
@@ -265,6 +266,7 @@ def reduce_scatter_from(tensor: Tensor, group: ProcessGroup, dim: int) -> Tensor
     return tensor if group.size() == 1 else _apply(_ReduceScatterFrom, tensor, group, dim)
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # graphs of a compiler end here
 def _apply(function: type[torch.autograd.Function], *args: Any) -> Tensor:
     result = function.apply(*args)
     assert isinstance(result, Tensor)
