@@ -200,9 +200,16 @@ class PTDPStrategy(ParallelStrategy):
         return {"num_replicas": self.groups.topology.data_parallel_size, "rank": self.groups.at.data}
 
     def _configure_launcher(self) -> None:
-        assert self.cluster_environment is not None, "the Trainer's connector sets the environment"
-        if not self.cluster_environment.creates_processes_externally:
-            self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+        """Start processes where nobody else does; a lone one needs no launcher, and so runs in a notebook.
+
+        Raises:
+            ValueError: a scheduler has started another number of processes than the Trainer was told.
+        """
+        environment = self.cluster_environment
+        assert environment is not None, "the Trainer's connector sets the environment"
+        environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
+        if not environment.creates_processes_externally and self.num_processes * self.num_nodes > 1:
+            self._launcher = _SubprocessScriptLauncher(environment, self.num_processes, self.num_nodes)
 
     def set_world_ranks(self) -> None:
         """Tell the environment which ranks these are; called by the Trainer's connector."""
