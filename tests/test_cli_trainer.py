@@ -80,8 +80,7 @@ def seen_by(folder, stage):
     return mine
 
 
-@pytest.mark.parametrize("strategy", [BY_NAME, BY_CLASS], ids=["by name", "by class path"])
-@pytest.mark.parametrize("own_script", [False, True], ids=["ptdp", "own script"])
+@pytest.mark.parametrize(("strategy", "own_script"), [(BY_NAME, False), (BY_CLASS, True)], ids=["ptdp", "own script"])
 def test_every_subcommand_runs_on_all_ranks(tmp_path, strategy, own_script):
     common = [
         f"--config={written_config(tmp_path)}", *strategy, *MODEL, *DATA,

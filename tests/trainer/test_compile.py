@@ -18,10 +18,9 @@ TENSOR = {"tensor_parallel_size": 2, "tensor_parallel_plan": PLAN}
 PIPELINE = {"pipeline_parallel_size": 2}
 MAKE = partial(GPT, num_layers=2)
 CASES = {
-    "blocks, over replicas": ("blocks in place", {"data_parallel_size": 2}, "aot_eager"),
     "blocks, in a pipeline": ("blocks in place", PIPELINE, "inductor"),
     "wrapped blocks, split both ways": ("blocks wrapped", TENSOR | PIPELINE, "eager"),
-    "every part, over tensor peers": ("every part", TENSOR, "eager"),
+    "every part, over tensor peers": ("every part", TENSOR, "aot_eager"),
     "the network, split both ways": ("the network", TENSOR | PIPELINE, "eager"),
 }
 

@@ -17,7 +17,7 @@ from tests.spmd import run_spmd
 from tests.trainer.test_layouts import PLAN
 from tests.trainer.test_tensor_parallel import HeadNormGPT
 
-LAYOUTS = {"replicas": (1, 2), "tensor peers": (2, 1), "both": (2, 2)}  # t, d
+LAYOUTS = {"replicas": (1, 2), "tensor peers and replicas": (2, 2)}  # t, d
 
 
 class ByHand(GPT):
