@@ -21,7 +21,7 @@ from lightning_ptdp.comm.collectives import all_gather_dim, broadcast_, broadcas
 from lightning_ptdp.comm.groups import Groups
 from lightning_ptdp.topology import Coordinate
 
-_HEAD = 5  # numbers before those of the logged values
+_HEAD = 6  # numbers before those of the logged values
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ class StepReport:
     """A step's result.
 
     weight: sum of the microbatches' weights. weighted_loss: sum of weight * loss. scale: see `BatchRun`.
-    has_output: whether the step returned more than a loss.
+    has_output: whether the step returned more than a loss. is_skipped: whether it returned None for everything.
     """
 
     weight: float
@@ -95,6 +95,7 @@ class StepReport:
     num_samples: float
     has_output: bool
     logged: tuple[Logged, ...]
+    is_skipped: bool = False
 
     @property
     def loss(self) -> float:
@@ -225,6 +226,7 @@ def _merge_reports(mine: StepReport, reports: Sequence[StepReport]) -> StepRepor
         num_samples=sum(report.num_samples for report in reports),
         has_output=mine.has_output,
         logged=_merge_values(mine.logged, [report.logged for report in reports]),
+        is_skipped=all(report.is_skipped for report in reports),
     )
 
 
@@ -263,13 +265,15 @@ def _logged(numbers: Sequence[float], schema: tuple[Key, ...]) -> tuple[Logged, 
 
 
 def _numbers(report: StepReport) -> list[float]:
-    head = [report.weight, report.weighted_loss, report.scale, report.num_samples, float(report.has_output)]
+    flags = [float(report.has_output), float(report.is_skipped)]
+    head = [report.weight, report.weighted_loss, report.scale, report.num_samples, *flags]
     return head + _flat(report.logged)
 
 
 def _report(numbers: Sequence[float], schema: tuple[Key, ...]) -> StepReport:
-    weight, weighted_loss, scale, num_samples, has_output = numbers[:_HEAD]
-    return StepReport(weight, weighted_loss, scale, num_samples, bool(has_output), _logged(numbers[_HEAD:], schema))
+    weight, weighted_loss, scale, num_samples, has_output, is_skipped = numbers[:_HEAD]
+    logged = _logged(numbers[_HEAD:], schema)
+    return StepReport(weight, weighted_loss, scale, num_samples, bool(has_output), logged, bool(is_skipped))
 
 
 def _hash(schema: tuple[Key, ...]) -> int:

@@ -50,9 +50,11 @@ def _map(function: Callable[[Any], Any], value: Any) -> Any:
 
 
 def extras(outputs: Sequence[Any], sizes: Sequence[int], weights: Sequence[float]) -> dict[str, Any]:
-    """What dicts that a training step returned hold besides "loss", merged over microbatches."""
-    if not outputs or not all(isinstance(output, Mapping) for output in outputs):
+    """What dicts that a training step returned hold besides "loss", merged over the microbatches that are not None."""
+    kept = [row for row in zip(outputs, sizes, weights, strict=False) if row[0] is not None]
+    if not kept or not all(isinstance(output, Mapping) for output, _, _ in kept):
         return {}
+    outputs, sizes, weights = zip(*kept, strict=True)
     names = [name for name in outputs[0] if name != "loss"]
     return {name: merge([output.get(name) for output in outputs], sizes, weights) for name in names}
 

@@ -84,20 +84,34 @@ class Steps:
         args, kwargs: of the user's training_step, the batch first. number: of the batch in the run.
         accumulate: batches a window. is_first, is_last: of the window. loss_dtype: of the loss that is returned.
 
-        Returns what the step would have returned for the whole batch: the loss, and what else was in its dict; None
-        where one process skips the batch.
+        Returns what the step would have returned for the whole batch: the loss, and what else was in its dict. Where
+        it left out every microbatch of every replica that is None in one process; on several ranks, where Lightning
+        refuses None, the loss is 0.
         """
         step = self._user_step(self._module.training_step, context, args, kwargs)
         with self._running():
             run = self._engine.train_batch(batch_of(args, kwargs), step, backward, number=number, accumulate=accumulate)
             extra = outputs.extras(run.outputs, run.sizes, run.weight_numbers) if self._engine.is_last else {}
             report = self._share(run, has_output=bool(extra))
-        self._engine.finish_batch(report.factor, is_first=is_first, is_last=is_last)
+        self._engine.finish_batch(report.factor, is_skipped=report.is_skipped, is_first=is_first, is_last=is_last)
+        self._engine.follow_first_replica()
         self._calls.replay(report.logged, self._engine.device)
-        if run.is_skipped:
+        if report.is_skipped and self._engine.groups.topology.world_size == 1:
             return None
         loss = torch.tensor(report.loss, dtype=loss_dtype, device=self._engine.device)
         return {"loss": loss, **(self._from_last_stage(extra) if report.has_output else {})}
+
+    def train_manually(self, context: Context, args: tuple[Any, ...], kwargs: dict[str, Any], *, number: int) -> Any:
+        """Run a training_step that does its own backward and optimizer steps; returns what it returned."""
+
+        def step() -> Any:
+            with context():
+                return self._module.training_step(*args, **kwargs)
+
+        with self._posting_failures():
+            output = self._engine.run_manual(step, number=number)
+        self._engine.follow_first_replica()
+        return output
 
     def evaluate(
         self,
@@ -174,6 +188,7 @@ class Steps:
                 num_samples=float(run.num_samples),
                 has_output=has_output,
                 logged=self._recorder.merged(weights, counts=counts),
+                is_skipped=run.is_skipped,
             )
         return self._exchange.share(mine, joins_replicas=joins_replicas)
 
@@ -194,19 +209,25 @@ class Steps:
 
     @contextmanager
     def _running(self) -> Iterator[None]:
-        """Within, the user's step runs and its logs are recorded; a failure is posted at once, for peers to learn."""
+        """Within, the user's step runs and its logs are recorded."""
         self.is_in_step = True
         self._hooks.enter_step()
         self._metrics.start()
         try:
-            with self._recorder.recording():
+            with self._posting_failures(), self._recorder.recording():
                 yield
+        finally:
+            self.is_in_step = False
+
+    @contextmanager
+    def _posting_failures(self) -> Iterator[None]:
+        """Within, a failure is posted at once, for peers to learn."""
+        try:
+            yield
         except Exception as error:
             if self._board is not None:
                 self._board.report(error)
             raise
-        finally:
-            self.is_in_step = False
 
 
 def refused_steps(module: pl.LightningModule, topology: Topology) -> list[str]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -232,9 +232,16 @@ class PTDPStrategy(ParallelStrategy):
         return {"num_replicas": self.groups.topology.data_parallel_size, "rank": self.groups.at.data}
 
     def _configure_launcher(self) -> None:
-        assert self.cluster_environment is not None, "the Trainer's connector sets the environment"
-        if not self.cluster_environment.creates_processes_externally:
-            self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+        """Start processes where nobody else does; a lone one needs no launcher, and so runs in a notebook.
+
+        Raises:
+            ValueError: a scheduler has started another number of processes than the Trainer was told.
+        """
+        environment = self.cluster_environment
+        assert environment is not None, "the Trainer's connector sets the environment"
+        environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
+        if not environment.creates_processes_externally and self.num_processes * self.num_nodes > 1:
+            self._launcher = _SubprocessScriptLauncher(environment, self.num_processes, self.num_nodes)
 
     def set_world_ranks(self) -> None:
         """Tell the environment which ranks these are; called by the Trainer's connector."""
@@ -350,6 +357,7 @@ class PTDPStrategy(ParallelStrategy):
         self._engine.set_up(module, layout.partition, layout.placement)
         self.model_to_device()
         if fits:
+            self._engine.join_statistics(module, all_batch_norms=self._layer_sync is not None)
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
         self._unchecked = _CHECKED_BATCHES
@@ -412,7 +420,7 @@ class PTDPStrategy(ParallelStrategy):
         if module.automatic_optimization:
             self._bind()
         else:
-            self.engine.sum_in_backward(module)
+            self.engine.bind_manual(module)
 
     def _check_optimizers(self, module: pl.LightningModule) -> None:
         """Raise on every rank where ranks have other optimizers, or optimizers cannot be split."""
@@ -501,17 +509,17 @@ class PTDPStrategy(ParallelStrategy):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run a batch through the schedule; gradients wait for `backward`."""
-        module = self._module
-        if not module.automatic_optimization:
-            return super().training_step(*args, **kwargs)
+        module, context = self._module, self.precision.train_step_context
         loop, accumulate = module.trainer.fit_loop, module.trainer.accumulate_grad_batches
-        is_first = loop.batch_idx % accumulate == 0
-        self.engine.agree(self._follow_what_trains(is_first))
         if loop.batch_idx < _CHECKED_BATCHES or self._unchecked > 0:
             self._unchecked -= 1
             self.steps.check_same(batch_of(args, kwargs))
+        if not module.automatic_optimization:
+            return self.steps.train_manually(context, args, kwargs, number=loop.total_batch_idx)
+        is_first = loop.batch_idx % accumulate == 0
+        self.engine.agree(self._follow_what_trains(is_first))
         output = self.steps.train(
-            self.precision.train_step_context,
+            context,
             lambda loss: self.precision.backward(loss, module, None),
             args,
             kwargs,
@@ -539,12 +547,27 @@ class PTDPStrategy(ParallelStrategy):
     def _manual_backward(self, loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Manual optimization, without a pipeline: average over the replicas what one backward gave."""
         loss = super().backward(loss, optimizer, *args, **kwargs)
-        collectives.average_gradients(self._module.parameters(), self.groups.data)
+        if self.engine.manual is not None and not self._blocks_sync:
+            self.engine.manual.settle()
         return loss
+
+    def optimizer_step(
+        self, optimizer: Optimizer, closure: Callable[[], Any], model: nn.Module | None = None, **kwargs: Any
+    ) -> Any:
+        """Step, unless gradients of manual optimization are not those of all replicas."""
+        manual = self.engine.manual
+
+        def checked() -> Any:
+            result = closure()
+            if manual is not None:
+                manual.check(p for group in optimizer.param_groups for p in group["params"])
+            return result
+
+        return super().optimizer_step(optimizer, checked, model, **kwargs)
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Within, a batch is one of several that accumulate, and not the last."""
+        """Within, a batch (in manual optimization a backward) is one of several that accumulate, and not the last."""
         self._blocks_sync = True
         try:
             yield
@@ -626,8 +649,13 @@ class PTDPStrategy(ParallelStrategy):
         return bool(collectives.all_reduce_(vote, world(), collectives.MIN if all else collectives.MAX))
 
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
-        """Gather over the replicas."""
-        return super().all_gather(tensor, group=group or self.groups.data, sync_grads=sync_grads)
+        """Gather over the replicas: [d, ...]; Lightning passes the world where the user passed nothing.
+
+        sync_grads: sum the gradients of all into each one's own.
+        """
+        chosen = self.groups.data if group in (None, dist.group.WORLD) else group
+        with nullcontext() if sync_grads else torch.no_grad():
+            return collectives.gather_to(tensor[None], chosen, 0)
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
@@ -694,7 +722,7 @@ class PTDPStrategy(ParallelStrategy):
         if self.lightning_module is not None:
             release(callbacks_of(self._module.trainer))
         if self._engine is not None:
-            self._engine.release()
+            self._engine.close()
         super().teardown()
 
 

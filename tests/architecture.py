@@ -82,7 +82,7 @@ UNITS: dict[str, Unit] = {
     "nn": _unit(2, "kernels", "torch"),
     "data": _unit(2, "", "torch lightning datasets tokenizers numpy rich"),
     "compat": _unit(2, "kernels", "torch"),
-    "recipes": _unit(3, "nn data", "torch lightning"),
+    "recipes": _unit(3, "nn data", "torch lightning torchmetrics"),
     "cli": _unit(
         5,
         f"__init__ {_FRONT} kernels data recipes",
