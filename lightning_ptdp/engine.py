@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import cache, cached_property, partial
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -20,12 +20,15 @@ from torch import Tensor, nn
 
 from lightning_ptdp import batch as batches
 from lightning_ptdp.batch import Microbatch
-from lightning_ptdp.comm.collectives import MAX, all_reduce_, gather_objects, summed_copy
+from lightning_ptdp.comm.collectives import MAX, all_reduce_, gather_objects
 from lightning_ptdp.comm.groups import Groups
 from lightning_ptdp.comm.p2p import Messenger
 from lightning_ptdp.config import ParallelConfig, micro_batch_size
+from lightning_ptdp.data_parallel import batch_norm
 from lightning_ptdp.data_parallel.buckets import GradientBuffers
 from lightning_ptdp.data_parallel.clip import total_norm
+from lightning_ptdp.data_parallel.manual import ManualGradients
+from lightning_ptdp.data_parallel.moving_buffers import MovingBuffers
 from lightning_ptdp.data_parallel.tied import SharedGradients, SharedParameter
 from lightning_ptdp.loss_weight import TargetCounter, Weight, weigh
 from lightning_ptdp.outputs import detached
@@ -51,11 +54,11 @@ class BatchRun:
     """What one batch left on a rank.
 
     sizes: rows of each microbatch.
-    outputs: of the user's step, a microbatch each; empty below the last stage, as are weights and losses.
+    outputs: of the user's step, a microbatch each; empty below the last stage, as are weights and losses. None where
+        the step left a microbatch out.
     weights: of the microbatches; a weight of 0 means that the microbatch does not count.
     losses: unweighted, detached.
     scale: what the backward of the batch was divided by: gradients are those of sum(weight * loss) / scale.
-    is_skipped: the step returned None, as it may in one process with one microbatch.
     """
 
     sizes: list[int]
@@ -63,12 +66,16 @@ class BatchRun:
     weights: list[float | Tensor] = field(default_factory=list)
     losses: list[Tensor] = field(default_factory=list)
     scale: float = 1.0
-    is_skipped: bool = False
 
     @property
     def num_samples(self) -> int:
         """Rows of the batch."""
         return sum(self.sizes)
+
+    @property
+    def is_skipped(self) -> bool:
+        """Whether the step left every microbatch out."""
+        return bool(self.outputs) and all(output is None for output in self.outputs)
 
     @cached_property
     def weight_numbers(self) -> list[float]:
@@ -103,6 +110,9 @@ class Engine:
         self.skeleton: Skeleton | None = None
         self.placement = Placement()
         self.buffers: GradientBuffers | None = None
+        self.manual: ManualGradients | None = None
+        self._moving: MovingBuffers | None = None
+        self._restore_batch_norms: Callable[[], None] | None = None
         self._shared: SharedGradients | None = None
         self._streams = RandomStreams(seed, device)
         self._messenger = Messenger(groups.pipeline, device)
@@ -134,6 +144,13 @@ class Engine:
         """Within, the module's parameters are those of the whole model, hollow ones included."""
         return nullcontext() if self.skeleton is None else self.skeleton.whole()
 
+    def join_statistics(self, module: nn.Module, *, all_batch_norms: bool) -> None:
+        """Let batch norms train on the samples of all replicas (all, or torch's `SyncBatchNorm`), and replicas follow
+        the first in buffers that training moves; the module is on its device."""
+        group, first = self.groups.data, self.groups.topology.data_ranks(self.groups.at)[0]
+        self._restore_batch_norms = batch_norm.synchronize(module, group, all_of_them=all_batch_norms)
+        self._moving = MovingBuffers(module, group, first)
+
     def state_names(self, module: nn.Module) -> tuple[str, ...]:
         """Names of the plain module's state, in order."""
         return tuple(module.state_dict()) if self.skeleton is None else self.skeleton.state_names
@@ -159,6 +176,12 @@ class Engine:
             owners = {p: self.skeleton.owners(name) for p, name in names.items()}
             self._members = {s: [p for p in names if s in owners[p]] for s in self.stages}
 
+    def bind_manual(self, module: nn.Module) -> None:
+        """Follow the backwards of manual optimization."""
+        self.release()
+        names, groups = self.plain_names(module), self.groups
+        self.manual = ManualGradients(names, self.placement.summed, tensor=groups.tensor, data=groups.data)
+
     def trains(self, parameters: Sequence[nn.Parameter]) -> bool:
         """Whether the buffers are those of these parameters."""
         return self.buffers is not None and set(parameters) == set(self.buffers.parameters)
@@ -176,10 +199,19 @@ class Engine:
         return found
 
     def release(self) -> None:
-        """Drop the gradient buffers."""
+        """Drop the gradient buffers, or what follows the user's own backwards."""
         if self.buffers is not None:
             self.buffers.release()
-        self.buffers, self._shared = None, None
+        if self.manual is not None:
+            self.manual.release()
+        self.buffers, self._shared, self.manual = None, None, None
+
+    def close(self) -> None:
+        """Give the module back what was its own, but not the parts of other ranks."""
+        self.release()
+        if self._restore_batch_norms is not None:
+            self._restore_batch_norms()
+            self._restore_batch_norms = None
 
     # -- a batch ---------------------------------------------------------------------------------------------------
 
@@ -223,6 +255,14 @@ class Engine:
         if is_faulty:
             raise RuntimeError(next(text for text in gather_objects(fault, self.groups.pipeline) if text is not None))
         self._carries = tuple(any(trains[: cut + 1]) for cut in range(self.num_stages - 1))
+
+    def run_manual(self, step: Callable[[], Any], *, number: int) -> Any:
+        """Run a step that does its own backward, on a whole module; its random streams are named as others' are."""
+        if self.groups.topology.world_size == 1:
+            return step()
+        with self._streams.isolated():
+            self._streams.start(TRAINING, number, self.groups.at.data, 0)
+            return step()
 
     def evaluate_batch(self, batch: Any, step: UserStep, *, number: int, size: int | None) -> BatchRun:
         """Run the forward of a batch, whole or in microbatches of `size`."""
@@ -320,15 +360,16 @@ class Engine:
         def loss_of(k: int, output: tuple[Any, TargetCounter]) -> Tensor | None:
             nonlocal unit
             result, counter = output
-            if result is None and self.groups.topology.world_size == len(microbatches) == 1:
-                run.is_skipped = True
-                run.weights.append(1.0)  # of what it logged
+            if result is None:  # left out by the step
+                run.outputs.append(None)
+                run.weights.append(0.0)
+                run.losses.append(torch.zeros((), device=self.device))
                 return None
             loss = loss_in(result)
             rows = microbatches[k].num_samples
             weight = weigh(result, counter.calls, rows) if counts > 1 else Weight(1.0, 1.0)
             if math.isnan(unit):
-                unit = weight.unit
+                unit = 1.0 if self._restore_batch_norms is not None else weight.unit  # one that replicas share
                 run.scale = unit * counts
             run.outputs.append(detached(join_all(result)))  # a graph would keep the input of its microbatch alive
             run.weights.append(weight.value)
@@ -337,10 +378,10 @@ class Engine:
 
         return loss_of
 
-    def finish_batch(self, factor: float, *, is_first: bool, is_last: bool) -> None:
+    def finish_batch(self, factor: float, *, is_skipped: bool, is_first: bool, is_last: bool) -> None:
         """Settle the batch's gradients with what its scale left to do.
 
-        factor: multiplies them. is_first, is_last: of the accumulation window.
+        factor: multiplies them. is_skipped: there are none. is_first, is_last: of the accumulation window.
 
         Raises:
             RuntimeError: the window was complete already, and its gradients reduced.
@@ -348,18 +389,19 @@ class Engine:
         assert self.buffers is not None, "a batch was run"
         if self._is_reduced and not is_first:
             raise RuntimeError(
-                "a batch ran after its accumulation window was complete: optimizer_step called its closure again (or "
-                "the first batch of the window was None), and what is reduced already would be reduced again; call the "
-                "closure once, or use accumulate_grad_batches=1"
+                "a batch ran after its accumulation window was complete: optimizer_step called its closure again, and "
+                "what is reduced already would be reduced again; call the closure once, or use "
+                "accumulate_grad_batches=1"
             )
         self._is_reduced = False
+        if is_skipped:
+            self.buffers.forget_batch()
         self.buffers.finish_batch(factor, is_first=is_first, is_only=is_first and is_last)
 
-    def sum_in_backward(self, module: nn.Module) -> None:
-        """For manual optimization: sum gradients over tensor peers as backward gives them, where a step's end would."""
-        for parameter, name in self.plain_names(module).items():
-            if name in self.placement.summed and parameter.requires_grad:
-                parameter.register_hook(partial(summed_copy, group=self.groups.tensor))
+    def follow_first_replica(self) -> None:
+        """After a batch: take over the buffers of replica 0 that the step has changed."""
+        assert self._moving is not None, "join_statistics comes before the first batch"
+        self._moving.follow()
 
     def reduce_gradients(self) -> None:
         """Sum the window's gradients over tensor peers where a weight is used on each one's own heads, over replicas,
@@ -452,9 +494,8 @@ def loss_in(result: Any) -> Tensor:
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         found = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
         raise ValueError(
-            'training_step must return a loss of one number, or a dict that holds it as "loss"; '
-            f"got {found}; only one process with one microbatch may skip a batch by None, elsewhere peers would wait: "
-            'return {"loss": loss, "weight": 0}'
+            'training_step must return a loss of one number, or a dict that holds it as "loss", '
+            f"or None to leave a microbatch out; got {found}"
         )
     return loss.reshape(())
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lightning_ptdp import loaders
+from lightning_ptdp import inventory, loaders, preflight
 from lightning_ptdp.averages import split_averages
 from lightning_ptdp.callbacks import (
     callbacks_of,
@@ -60,15 +60,19 @@ from lightning_ptdp.layout import (
     memory_of,
     remember,
 )
-from lightning_ptdp.logging import ALREADY_SYNCED
+from lightning_ptdp.log_calls import ALREADY_SYNCED
 from lightning_ptdp.metrics import connect_metrics
 from lightning_ptdp.parameter_groups import WholeGroups
 from lightning_ptdp.precision import PTDPPrecision
-from lightning_ptdp.progress import EvaluationProgress
+from lightning_ptdp.predictions import join_predictions
+from lightning_ptdp.progress import LoopProgress
+from lightning_ptdp.refusals import batch_norm_warning, foreign_parameters, refused_modules, refused_optimizers
 from lightning_ptdp.schedule import SCHEDULES
+from lightning_ptdp.stage_state import StageState
 from lightning_ptdp.steps import Context, Steps, batch_of, edits_gradients, refused_steps
 from lightning_ptdp.stopping import StopTogether
 from lightning_ptdp.tensor_parallel.random import mix, share_random_state
+from lightning_ptdp.topology import Topology
 from lightning_ptdp.whole_module import agree_on_weights, pin_summaries
 
 # What Lightning says when a value is not reduced over ranks; with one replica there is nothing to reduce.
@@ -151,9 +155,9 @@ class PTDPStrategy(ParallelStrategy):
             eval_micro_batch_size=eval_micro_batch_size,
             schedule=schedule,
             sequence_parallel=sequence_parallel,
-            pipeline_split=None if pipeline_split is None else tuple(pipeline_split),
+            pipeline_split=pipeline_split,
         )
-        self._wishes = Wishes(tensor_parallel_plan, pipeline_blocks, tuple(first), tuple(last), tuple(shared))
+        self._wishes = Wishes(tensor_parallel_plan, pipeline_blocks, first, last, shared)
         self.num_nodes = 1
         self._not_available = [
             f"{name}={value!r} is not available in this version; leave it out"
@@ -167,12 +171,14 @@ class PTDPStrategy(ParallelStrategy):
         self._store: Store | None = None
         self._backend, self._timeout = process_group_backend, timeout
         self._faults: list[str] = []
+        self._topology: Topology | None = None
         self._groups: Groups | None = None
         self._engine: Engine | None = None
         self._exchange: Exchange | None = None
         self._steps: Steps | None = None
         self._board: FailureBoard | None = None
-        self._progress, self._stop_together = EvaluationProgress(), StopTogether()
+        self._progress, self._stop_together = LoopProgress(), StopTogether()
+        self._predicts = False
         self._parameter_groups = WholeGroups()
         self._loading: RemovableHandle | None = None
         self._blocks_sync = False
@@ -223,8 +229,12 @@ class PTDPStrategy(ParallelStrategy):
 
     @property
     def is_distributed(self) -> bool:
-        """Whether Lightning puts its own sampler into loaders; with one replica, ranks read what the user gave."""
-        return self._groups is None or self._groups.topology.data_parallel_size > 1
+        """Whether Lightning puts its own sampler into loaders.
+
+        With one replica, ranks read what the user gave; for prediction whole batches are shared out (`loaders`), and
+        Lightning's sampler fails where there are fewer samples than replicas.
+        """
+        return not self._predicts and (self._groups is None or self._groups.topology.data_parallel_size > 1)
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
@@ -232,9 +242,16 @@ class PTDPStrategy(ParallelStrategy):
         return {"num_replicas": self.groups.topology.data_parallel_size, "rank": self.groups.at.data}
 
     def _configure_launcher(self) -> None:
-        assert self.cluster_environment is not None, "the Trainer's connector sets the environment"
-        if not self.cluster_environment.creates_processes_externally:
-            self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+        """Start processes where nobody else does; a lone one needs no launcher, and so runs in a notebook.
+
+        Raises:
+            ValueError: a scheduler has started another number of processes than the Trainer was told.
+        """
+        environment = self.cluster_environment
+        assert environment is not None, "the Trainer's connector sets the environment"
+        environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
+        if not environment.creates_processes_externally and self.num_processes * self.num_nodes > 1:
+            self._launcher = _SubprocessScriptLauncher(environment, self.num_processes, self.num_nodes)
 
     def set_world_ranks(self) -> None:
         """Tell the environment which ranks these are; called by the Trainer's connector."""
@@ -250,17 +267,44 @@ class PTDPStrategy(ParallelStrategy):
         reset_seed()
         self.set_world_ranks()
         self._join_world()
-        self._faults = [*self.config.faults(SCHEDULES), *self._not_available]
-        is_fixed = "auto" not in (self.config.tensor_parallel_size, self.config.pipeline_parallel_size)
-        if is_fixed or any(True for _ in self._module.parameters()):
-            self._make_groups()
+        self._settle_sizes(is_built=any(True for _ in self._module.parameters()))
 
-    def _make_groups(self) -> None:
-        """Choose what was left to "auto", and make the groups; faults are kept for `setup`, which raises them all."""
-        if self._faults:
-            return
-        topology, self._faults = self.config.resolve(self.world_size, self._choice())
-        if self._faults or (self._groups is not None and self._groups.topology == topology):
+    def _settle_sizes(self, *, is_built: bool) -> None:
+        """Choose what was left to "auto", compare with the other ranks, and make the groups.
+
+        Faults are kept for `setup`, which raises them with those of the module. is_built: whether the module is.
+        """
+        faults = [*self.config.faults(SCHEDULES), *self._wishes.faults(), *self._not_available]
+        is_fixed = "auto" not in (self.config.tensor_parallel_size, self.config.pipeline_parallel_size)
+        topology = None
+        if faults or is_fixed or is_built:
+            choice = () if faults else (self._choice(),)
+            topology, more = self.config.resolve(self.world_size, *choice)
+            faults += [fault for fault in more if fault not in faults]
+        sections = [
+            inventory.versions(),
+            inventory.arguments(
+                self.config,
+                self._wishes,
+                process_group_backend=self._backend,
+                timeout=self._timeout,
+                device=self.root_device.type,
+                devices_per_node=self.num_processes,
+            ),
+            inventory.sizes(topology),
+            inventory.trainer_settings(self._module.trainer),
+        ]
+        found = preflight.compare(sections, faults, world())
+        self._faults, self._topology = found.faults, topology
+        if not found.are_alike:  # hooks that run before `setup` may meet in collectives, and would wait for ever
+            if is_built:
+                self._check(self._module.trainer, self._module)
+            found.refuse()
+        if topology is not None and not self._faults:
+            self._make_groups(topology)
+
+    def _make_groups(self, topology: Topology) -> None:
+        if self._groups is not None and self._groups.topology == topology:
             return
         self._groups = Groups.create(topology, self.root_device.type)
         self._exchange = Exchange(self._groups)
@@ -302,6 +346,7 @@ class PTDPStrategy(ParallelStrategy):
         """Split the module, configure its optimizers, and connect everything that needs to know."""
         assert self.accelerator is not None, "set by the Trainer"
         module, fits = self._module, trainer.state.fn == TrainerFn.FITTING
+        self._predicts = trainer.state.fn == TrainerFn.PREDICTING
         self.accelerator.setup(trainer)
         layout = self._check(trainer, module)
         if self._board is not None:
@@ -314,20 +359,24 @@ class PTDPStrategy(ParallelStrategy):
             rank_zero_info(f"{describe(layout, self.config)}; kernels: PyTorch's own operations, none compiled")
             if has_summary and layout.topology.replica_size > 1:
                 rank_zero_info(table(holdings(module, layout)))
+        warning = batch_norm_warning(module, layout.topology, self.config) if fits else None
+        if warning is not None:
+            rank_zero_warn(warning)
         self.precision.convert_module(module)
         self._engine = Engine(self.config, self.groups, self.root_device, self._agreed_seed())
         self._engine.set_up(module, layout.partition, layout.placement)
         self.model_to_device()
         if fits:
+            self._engine.join_statistics(module, all_batch_norms=self._layer_sync is not None)
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
         self._unchecked = _CHECKED_BATCHES
         self.precision.bind(self._norm_of, self._check_edits)
         self._watches_edits = self.groups.replica.size() > 1 and edits_gradients(trainer, module)
         assert self._exchange is not None, "made with the groups"
-        self._steps = Steps(module, self._engine, self._exchange, self._board)
+        self._steps = Steps(module, self._engine, self._exchange, self._board, self._progress)
         warnings.filterwarnings("ignore", message=_SAMPLER_ADVICE)
-        if not self.is_distributed:
+        if self.groups.topology.data_parallel_size == 1:
             warnings.filterwarnings("ignore", message=_SYNC_ADVICE)
         connect_metrics(module, self.groups, lambda: self.steps.is_in_step, self.root_device)
         self._connect_callbacks(trainer)
@@ -335,7 +384,12 @@ class PTDPStrategy(ParallelStrategy):
 
     def _connect_callbacks(self, trainer: pl.Trainer) -> None:
         callbacks, topology = callbacks_of(trainer), self.groups.topology
-        callbacks.extend(callback for callback in (self._progress, self._stop_together) if callback not in callbacks)
+        users = [
+            callback for callback in callbacks if not isinstance(callback, LoopProgress | StageState | StopTogether)
+        ]
+        state = [StageState(self.groups, self.root_device)] if topology.pipeline_parallel_size > 1 else []
+        callbacks[:] = [*state, self._progress, *users, self._stop_together]
+        self.steps.listen(users)
         show_whole_model(callbacks, self.whole_model)
         count_replicas(callbacks, topology, self.root_device, str(self.precision.precision))
         if topology.replica_size > 1:
@@ -343,23 +397,17 @@ class PTDPStrategy(ParallelStrategy):
 
     def _check(self, trainer: pl.Trainer, module: pl.LightningModule) -> Layout:
         """The layout of the module; raises on every rank with all that is wrong, before the first collective on it."""
-        if self._groups is None:
-            self._make_groups()
-        faults = list(self._faults)
-        topology = self._groups.topology if self._groups is not None else None
-        if topology is None:
-            topology, more = self.config.resolve(self.world_size)
-            faults += [fault for fault in more if fault not in faults]
-        layout, more = lay_out(module, self.config, topology, self._wishes)
-        faults += more + refused_callbacks(callbacks_of(trainer), module, topology)
+        if self._topology is None and not self._faults:  # alike on all ranks
+            self._settle_sizes(is_built=True)
+        topology = self._topology or self.config.resolve(self.world_size)[0]
+        faults = [*self._faults, *refused_callbacks(callbacks_of(trainer), module, topology)]
+        faults += refused_modules(module, topology, trains=trainer.state.fn == TrainerFn.FITTING)
         faults += refused_steps(module, topology)
-        if topology.pipeline_parallel_size > 1 and not module.automatic_optimization:
-            faults.append(
-                "manual optimization runs backward inside training_step, where only the last stage arrives; use "
-                "automatic optimization, or pipeline_parallel_size=1"
-            )
-        if faults:
-            raise ValueError("PTDPStrategy cannot run this:\n" + "\n".join(f"- {fault}" for fault in faults))
+        layout, more = lay_out(module, self.config, topology, self._wishes)
+        sections = [inventory.module_contents(module)]
+        if not self._faults:
+            sections += [inventory.layout_of_ranks(layout), inventory.tensor_parallel_plan(layout)]
+        preflight.compare(sections, faults + more, world()).refuse()
         return layout
 
     def _agreed_seed(self) -> int:
@@ -375,12 +423,24 @@ class PTDPStrategy(ParallelStrategy):
         module, skeleton = self._module, self.engine.skeleton
         with self.engine.whole():
             super().setup_optimizers(trainer)
+            self._check_optimizers(module)
         self._parameter_groups = WholeGroups(frozenset() if skeleton is None else skeleton.hollow.parameters)
         self._parameter_groups.hide(self.optimizers)
         if module.automatic_optimization:
             self._bind()
         else:
-            self.engine.sum_in_backward(module)
+            self.engine.bind_manual(module)
+
+    def _check_optimizers(self, module: pl.LightningModule) -> None:
+        """Raise on every rank where ranks have other optimizers, or optimizers cannot be split."""
+        names = {parameter: name for name, parameter in reversed(list(module.named_parameters()))}
+        held = [
+            [[names.get(p, "") for p in g["params"]] for g in optimizer.param_groups] for optimizer in self.optimizers
+        ]
+        faults = foreign_parameters(module, self.optimizers)
+        faults += refused_optimizers(self.optimizers, self.groups.topology)
+        section = inventory.optimization(self.optimizers, held, self.lr_scheduler_configs)
+        preflight.compare([section], faults, world()).refuse()
 
     @contextmanager
     def whole_model(self) -> Iterator[None]:
@@ -448,26 +508,27 @@ class PTDPStrategy(ParallelStrategy):
             yield
 
     def process_dataloader(self, dataloader: object) -> object:
-        """Evaluate each sample once, seed workers by replica, and end on all replicas at once."""
+        """Evaluate and predict each sample once, seed workers by replica, and end on all replicas at once."""
         trainer = self._module.trainer
-        evaluates = trainer.validating or trainer.testing or trainer.sanity_checking
-        return loaders.prepare(dataloader, self.groups, evaluates=evaluates, warn=rank_zero_warn)
+        assert trainer.state.stage is not None, "loaders are read in a stage"
+        shares = trainer._accelerator_connector.use_distributed_sampler  # known nowhere else
+        return loaders.prepare(dataloader, self.groups, stage=trainer.state.stage, shares=shares, warn=rank_zero_warn)
 
     # -- steps -------------------------------------------------------------------------------------------------------
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run a batch through the schedule; gradients wait for `backward`."""
-        module = self._module
-        if not module.automatic_optimization:
-            return super().training_step(*args, **kwargs)
+        module, context = self._module, self.precision.train_step_context
         loop, accumulate = module.trainer.fit_loop, module.trainer.accumulate_grad_batches
-        is_first = loop.batch_idx % accumulate == 0
-        self.engine.agree(self._follow_what_trains(is_first))
         if loop.batch_idx < _CHECKED_BATCHES or self._unchecked > 0:
             self._unchecked -= 1
             self.steps.check_same(batch_of(args, kwargs))
+        if not module.automatic_optimization:
+            return self.steps.train_manually(context, args, kwargs, number=loop.total_batch_idx)
+        is_first = loop.batch_idx % accumulate == 0
+        self.engine.agree(self._follow_what_trains(is_first))
         output = self.steps.train(
-            self.precision.train_step_context,
+            context,
             lambda loss: self.precision.backward(loss, module, None),
             args,
             kwargs,
@@ -495,12 +556,27 @@ class PTDPStrategy(ParallelStrategy):
     def _manual_backward(self, loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Manual optimization, without a pipeline: average over the replicas what one backward gave."""
         loss = super().backward(loss, optimizer, *args, **kwargs)
-        collectives.average_gradients(self._module.parameters(), self.groups.data)
+        if self.engine.manual is not None and not self._blocks_sync:
+            self.engine.manual.settle()
         return loss
+
+    def optimizer_step(
+        self, optimizer: Optimizer, closure: Callable[[], Any], model: nn.Module | None = None, **kwargs: Any
+    ) -> Any:
+        """Step, unless gradients of manual optimization are not those of all replicas."""
+        manual = self.engine.manual
+
+        def checked() -> Any:
+            result = closure()
+            if manual is not None:
+                manual.check(p for group in optimizer.param_groups for p in group["params"])
+            return result
+
+        return super().optimizer_step(optimizer, checked, model, **kwargs)
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Within, a batch is one of several that accumulate, and not the last."""
+        """Within, a batch (in manual optimization a backward) is one of several that accumulate, and not the last."""
         self._blocks_sync = True
         try:
             yield
@@ -518,6 +594,13 @@ class PTDPStrategy(ParallelStrategy):
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         """Predict a batch."""
         return self._evaluate("predict_step", self.precision.predict_step_context, args, kwargs)
+
+    def on_predict_end(self) -> None:
+        """Give the ranks of replica 0 all predictions, where they are returned."""
+        loop = self._module.trainer.predict_loop
+        if loop.return_predictions:
+            predictions = [loop.predictions] if loop.num_dataloaders == 1 else loop.predictions
+            join_predictions(predictions, loaders.leaves(self._module.trainer.predict_dataloaders), self.groups)
 
     def _evaluate(self, name: str, context: Context, args: Any, kwargs: Any) -> Any:
         at = self._progress
@@ -575,8 +658,13 @@ class PTDPStrategy(ParallelStrategy):
         return bool(collectives.all_reduce_(vote, world(), collectives.MIN if all else collectives.MAX))
 
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
-        """Gather over the replicas."""
-        return super().all_gather(tensor, group=group or self.groups.data, sync_grads=sync_grads)
+        """Gather over the replicas: [d, ...]; Lightning passes the world where the user passed nothing.
+
+        sync_grads: sum the gradients of all into each one's own.
+        """
+        chosen = self.groups.data if group in (None, dist.group.WORLD) else group
+        with nullcontext() if sync_grads else torch.no_grad():
+            return collectives.gather_to(tensor[None], chosen, 0)
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
@@ -709,7 +797,7 @@ class PTDPStrategy(ParallelStrategy):
         if self.lightning_module is not None:
             release(callbacks_of(self._module.trainer))
         if self._engine is not None:
-            self._engine.release()
+            self._engine.close()
         super().teardown()
 
 

@@ -22,6 +22,7 @@ from lightning_ptdp.config import ParallelConfig
 from lightning_ptdp.engine import Engine, loss_in
 from lightning_ptdp.exchange import Exchange
 from lightning_ptdp.layout import Layout
+from lightning_ptdp.progress import LoopProgress
 from lightning_ptdp.steps import Steps
 from lightning_ptdp.topology import Coordinate
 
@@ -136,7 +137,7 @@ def _run_rank(
         trace.running.clear()
         yield
 
-    steps = Steps(module, engine, Exchange(groups), None)
+    steps = Steps(module, engine, Exchange(groups), None, LoopProgress())
     with NoDropout():
         result = steps.train(
             context,

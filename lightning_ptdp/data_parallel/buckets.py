@@ -96,6 +96,11 @@ class GradientBuffers:
             self._is_collecting = False
             self._clear()
 
+    def forget_batch(self) -> None:
+        """Drop the gradients of the batch, as if nothing had given any."""
+        for buffer in self._fresh:
+            buffer.touched = [False] * len(buffer.parameters)
+
     def finish_batch(self, factor: float, *, is_first: bool, is_only: bool) -> None:
         """Multiply the batch's gradients by `factor` and add them to those of its accumulation window.
 

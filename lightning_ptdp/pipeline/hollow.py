@@ -87,6 +87,7 @@ class ShapeTwin:
         self._module = copy.deepcopy(module, memo)
         self._cache: dict[Any, tuple[list[Any], pytree.TreeSpec]] = {}
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # shapes are no work for a compiler
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the module would return, with the values left out; tensors are on the device of the first input."""
         leaves, spec = pytree.tree_flatten((args, kwargs))

@@ -88,6 +88,7 @@ class Pass:
         self.received = received
         self.sent: Payload | None = None
         self.next_block = 0
+        self.needs_graph = torch.is_grad_enabled()
 
     def __enter__(self) -> Pass:
         assert _current() is None, "passes do not nest"
@@ -100,6 +101,7 @@ class Pass:
     def run_block(self, index: int, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Answer the call of block `index` in the way that its place relative to the stage asks."""
         self._check_order(index)
+        self._check_graph(index)
         self.next_block += 1
         if index >= self.high:
             raise StageExit
@@ -138,6 +140,16 @@ class Pass:
         raise RuntimeError(
             f"block {index} of {blocks!r} ran where block {self.next_block} was due: a pipeline needs blocks that run "
             "once each and in order (no loops, skips or layer drop); use pipeline_parallel_size=1"
+        )
+
+    def _check_graph(self, index: int) -> None:
+        if torch.is_grad_enabled() or not self.needs_graph:
+            return
+        raise RuntimeError(
+            f"block {index} of {self.skeleton.partition.blocks!r} ran without a graph inside a step that has one, so "
+            "no gradient would cross the stages: around a block use torch.utils.checkpoint.checkpoint(..., "
+            "use_reentrant=False), and no torch.no_grad(); inside a block both are fine; or use "
+            "pipeline_parallel_size=1"
         )
 
 

@@ -119,8 +119,8 @@ class StageWorker:
 
 def _no_gradient(stage: int) -> RuntimeError:
     return RuntimeError(
-        f"no gradient reached the activation that stage {stage} received: either its output does not depend on it, or "
-        "the step checkpoints with use_reentrant=True; use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
+        f"no gradient reached the activation that stage {stage} received: what follows does not depend on it, or "
+        "detaches it (detach(), torch.no_grad()); let the loss follow from every block, or use pipeline_parallel_size=1"
     )
 
 

@@ -22,19 +22,21 @@ class Add(nn.Module):
         return x + self.bias
 
 
-def worker(stage, *, reentrant=None, trains=True, carries=True, head=1.0):
-    """The worker of one of two stages, each of one block; the loss is the mean, times what a head may learn.
+def worker(stage, *, reentrant=None, trains=True, carries=True, detaches=False):
+    """The worker of one of two stages, each of one block; the loss is the mean, plus what a head learns.
 
     carries: whether the first stage trains.
     """
     module = nn.ModuleDict({"blocks": nn.ModuleList([Add(), Add()])})
     skeleton = Skeleton(module, partition(module, 2, split=(1, 1)), (stage,), CPU)
 
+    head = nn.Parameter(torch.zeros(()))
+
     def step(stage, microbatch):
         x = torch.ones(2, 4) * (microbatch + 1)
         for block in module["blocks"]:
             x = block(x) if reentrant is None else checkpoint(block, x, use_reentrant=reentrant)
-        return x.mean() * head
+        return (x.detach() if detaches else x).mean() + head
 
     module["blocks"][0].requires_grad_(carries)
     made = StageWorker(
@@ -96,12 +98,18 @@ def test_checkpoint_without_reentry_is_allowed():
     assert bias.grad.tolist() == [2 / 8] * 4
 
 
-@pytest.mark.parametrize("head", [1.0, nn.Parameter(torch.ones(()))], ids=["loss without a graph", "learned head"])
+@pytest.mark.parametrize("stage", [0, 1])
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
-def test_checkpoint_with_reentry_is_an_error_with_a_way_out(head):
-    last, _ = worker(1, reentrant=True, head=head)
+def test_checkpoint_with_reentry_around_a_block_is_an_error_with_a_way_out(stage):
+    made, _ = worker(stage, reentrant=True)
+    with pytest.raises(RuntimeError, match=r"block 0 of 'blocks' ran without a graph.*use_reentrant=False"):
+        made.forward(stage, 0, arrived() if stage else None)
+
+
+def test_loss_that_ignores_the_blocks_is_an_error_with_a_way_out():
+    last, _ = worker(1, detaches=True)
     last.forward(1, 0, arrived())
-    with pytest.raises(RuntimeError, match=r"no gradient reached the activation that stage 1.*use_reentrant=False"):
+    with pytest.raises(RuntimeError, match=r"no gradient reached the activation that stage 1 .*pipeline_parallel_size"):
         last.backward(1, 0, None)
 
 
