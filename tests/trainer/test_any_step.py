@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from lightning_ptdp import PTDPStrategy
 from tests.models import GPT, points, texts
-from tests.oracle import ReplicaBatches, assert_same, parallel, quiet_trainer, serial
+from tests.oracle import ReplicaBatches, assert_same, parallel, quiet_trainer, serial, whole_state
 from tests.spmd import run_spmd
 from tests.trainer.test_layouts import PLAN
 from tests.trainer.test_manual_optimization import LAYOUTS, ByHand, assert_as_in_one_process
@@ -64,7 +64,7 @@ class Ends(pl.Callback):
     """Keeps the whole weights at the end."""
 
     def on_train_end(self, trainer, pl_module):
-        self.weights = {n: w.clone() for n, w in trainer.strategy.lightning_module_state_dict().items()}
+        self.weights = {n: w.clone() for n, w in whole_state(trainer).items()}
 
 
 def weights_after(make, batches, trainer, strategy):

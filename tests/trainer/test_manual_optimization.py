@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from lightning_ptdp import PTDPStrategy
 from tests.hygiene import seed_everything
 from tests.models import GPT, points, texts
-from tests.oracle import ReplicaBatches, quiet_trainer
+from tests.oracle import ReplicaBatches, quiet_trainer, whole_state
 from tests.spmd import run_spmd
 from tests.trainer.test_layouts import PLAN
 from tests.trainer.test_tensor_parallel import HeadNormGPT
@@ -151,7 +151,7 @@ class End(pl.Callback):
 
     def on_train_end(self, trainer, pl_module):
         self.metrics = {name: value.item() for name, value in trainer.callback_metrics.items()}
-        self.weights = {n: w.clone() for n, w in trainer.strategy.lightning_module_state_dict().items()}
+        self.weights = {n: w.clone() for n, w in whole_state(trainer).items()}
 
 
 def assert_as_in_one_process(make, batches, t, d, plan, **options):

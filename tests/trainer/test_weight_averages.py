@@ -3,6 +3,7 @@
 from functools import partial
 
 import pytest
+import torch
 from lightning.pytorch.callbacks import (
     Callback,
     EMAWeightAveraging,
