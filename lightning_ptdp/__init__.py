@@ -4,8 +4,9 @@ import lightning_ptdp
 trainer = lightning.Trainer(strategy="ptdp", devices=8)
 """
 
+from lightning_ptdp.check import check
 from lightning_ptdp.precision import PTDPPrecision
 from lightning_ptdp.strategy import PTDPStrategy
 
 __version__ = "0.1.0"
-__all__ = ["PTDPPrecision", "PTDPStrategy"]
+__all__ = ["PTDPPrecision", "PTDPStrategy", "check"]

@@ -7,6 +7,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -27,6 +28,10 @@ class Microbatch:
     def signature(self) -> Hashable:
         """Shapes and dtypes of its tensors, which fix the shapes of all activations."""
         return tuple((path, tuple(leaf.shape), leaf.dtype) for path, leaf in _tensors(self.batch, ""))
+
+    def copy(self) -> Microbatch:
+        """The same with containers and tensors of its own, which a step may change in place."""
+        return dataclasses.replace(self, batch=_map(self.batch, _copied))
 
 
 def digest(batch: Any) -> str:
@@ -75,6 +80,19 @@ def split(batch: Any, size: int) -> list[Microbatch]:
     ]
 
 
+def shares(batch: Any, num_replicas: int) -> list[Any]:
+    """A global batch as the batches of replicas: runs of rows, the first ones longer by a row where it is uneven."""
+    total = num_samples(batch)
+    short, longer = divmod(total, num_replicas)
+    bounds = [k * short + min(k, longer) for k in range(num_replicas + 1)]
+    return [_cut(batch, start, stop, total) for start, stop in pairwise(bounds)]
+
+
+def map_tensors(batch: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """The same structure with a function applied to every tensor."""
+    return _map(batch, lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf)
+
+
 def _cut(batch: Any, start: int, stop: int, total: int) -> Any:
     def cut(leaf: Any) -> Any:
         if isinstance(leaf, Tensor) and leaf.ndim and len(leaf) == total:
@@ -98,6 +116,12 @@ def _map(value: Any, function: Callable[[Any], Any]) -> Any:
         changes = {f.name: _map(getattr(value, f.name), function) for f in dataclasses.fields(value) if f.init}
         return dataclasses.replace(value, **changes)
     return function(value)
+
+
+def _copied(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return leaf.clone()
+    return type(leaf)(leaf) if type(leaf) in (list, tuple) else leaf
 
 
 def _is_plain(value: list[Any] | tuple[Any, ...]) -> bool:

@@ -52,6 +52,8 @@ class ParallelConfig:
         found += _count_fault("virtual_pipeline_size", self.virtual_pipeline_size)
         found += _count_fault("eval_micro_batch_size", self.eval_micro_batch_size, allowed=None)
         found += _choice_fault("schedule", self.schedule, ("auto", *schedules))
+        found += _flag_fault("sequence_parallel", self.sequence_parallel)
+        found += self.split_faults()
         if found:
             return found
         if self.virtual_pipeline_size > 1 and self.pipeline_parallel_size == 1:
@@ -69,16 +71,18 @@ class ParallelConfig:
                 "sequence_parallel=True splits the sequence over the tensor-parallel ranks, and tensor_parallel_size=1 "
                 "has one; leave it off"
             )
-        found += self._split_faults()
         return found
 
-    def _split_faults(self) -> list[str]:
+    def split_faults(self) -> list[str]:
+        """What is wrong with `pipeline_split` by itself, a sentence each."""
         if self.pipeline_split is None:
             return []
+        if not isinstance(self.pipeline_split, list | tuple):
+            return [f"pipeline_split must be a list of the blocks of each stage, or None; got {self.pipeline_split!r}"]
         split = list(self.pipeline_split)
         if any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in split):
             return [f"pipeline_split gives the blocks of each stage, all at least 1; got {split}"]
-        if isinstance(self.pipeline_parallel_size, int):
+        if isinstance(self.pipeline_parallel_size, int) and isinstance(self.virtual_pipeline_size, int):
             stages = self.pipeline_parallel_size * self.virtual_pipeline_size
             if len(split) != stages:
                 return [
@@ -144,6 +148,10 @@ def _count_fault(name: str, value: object, allowed: object = 1) -> list[str]:
 
 def _choice_fault(name: str, value: object, choices: Sequence[str]) -> list[str]:
     return [] if value in choices else [f"{name} must be one of {', '.join(map(repr, choices))}; got {value!r}"]
+
+
+def _flag_fault(name: str, value: object) -> list[str]:
+    return [] if isinstance(value, bool) else [f"{name} must be True or False; got {value!r}"]
 
 
 def _multiples(step: int, near: int) -> str:

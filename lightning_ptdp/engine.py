@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import cache, cached_property, partial
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -20,19 +20,22 @@ from torch import Tensor, nn
 
 from lightning_ptdp import batch as batches
 from lightning_ptdp.batch import Microbatch
-from lightning_ptdp.comm.collectives import summed_copy
+from lightning_ptdp.comm.collectives import MAX, all_reduce_, gather_objects
 from lightning_ptdp.comm.groups import Groups
 from lightning_ptdp.comm.p2p import Messenger
 from lightning_ptdp.config import ParallelConfig, micro_batch_size
+from lightning_ptdp.data_parallel import batch_norm
 from lightning_ptdp.data_parallel.buckets import GradientBuffers
 from lightning_ptdp.data_parallel.clip import total_norm
 from lightning_ptdp.data_parallel.main_weights import MainWeights, Run
+from lightning_ptdp.data_parallel.manual import ManualGradients
+from lightning_ptdp.data_parallel.moving_buffers import MovingBuffers
 from lightning_ptdp.data_parallel.tied import SharedGradients, SharedParameter
 from lightning_ptdp.loss_weight import TargetCounter, Weight, weigh
 from lightning_ptdp.outputs import detached
 from lightning_ptdp.pipeline.partition import Partition
 from lightning_ptdp.pipeline.runtime import Runtime
-from lightning_ptdp.pipeline.skeleton import Skeleton
+from lightning_ptdp.pipeline.skeleton import Skeleton, nothing
 from lightning_ptdp.pipeline.stage import StageWorker
 from lightning_ptdp.schedule import Action, Program, Span, choose, generate, lower
 from lightning_ptdp.tensor_parallel.agreement import disagreements
@@ -52,7 +55,8 @@ class BatchRun:
     """What one batch left on a rank.
 
     sizes: rows of each microbatch.
-    outputs: of the user's step, a microbatch each; empty below the last stage, as are weights and losses.
+    outputs: of the user's step, a microbatch each; empty below the last stage, as are weights and losses. None where
+        the step left a microbatch out.
     weights: of the microbatches; a weight of 0 means that the microbatch does not count.
     losses: unweighted, detached.
     scale: what the backward of the batch was divided by: gradients are those of sum(weight * loss) / scale.
@@ -68,6 +72,11 @@ class BatchRun:
     def num_samples(self) -> int:
         """Rows of the batch."""
         return sum(self.sizes)
+
+    @property
+    def is_skipped(self) -> bool:
+        """Whether the step left every microbatch out."""
+        return bool(self.outputs) and all(output is None for output in self.outputs)
 
     @cached_property
     def weight_numbers(self) -> list[float]:
@@ -96,8 +105,17 @@ class Stepped:
 class Engine:
     """Runs batches on a module that `set_up` split, or that is whole on this rank."""
 
-    def __init__(self, config: ParallelConfig, groups: Groups, device: torch.device, seed: int) -> None:
-        """seed: of the run's random streams, the same on every rank."""
+    def __init__(
+        self,
+        config: ParallelConfig,
+        groups: Groups,
+        device: torch.device,
+        seed: int,
+        *,
+        checks_agreement: bool = True,
+    ) -> None:
+        """seed: of the run's random streams, the same on every rank. checks_agreement: of tensor peers on the first
+        gradients."""
         self.config, self.groups, self.device = config, groups, device
         topology = groups.topology
         self._p, self._d = topology.pipeline_parallel_size, topology.data_parallel_size
@@ -108,6 +126,9 @@ class Engine:
         self.buffers: GradientBuffers | None = None
         self.mains: MainWeights | None = None
         self._shards = False
+        self.manual: ManualGradients | None = None
+        self._moving: MovingBuffers | None = None
+        self._restore_batch_norms: Callable[[], None] | None = None
         self._shared: SharedGradients | None = None
         self._streams = RandomStreams(seed, device)
         self._messenger = Messenger(groups.pipeline, device)
@@ -115,7 +136,11 @@ class Engine:
         self._current: Action | None = None
         self._summed: list[nn.Parameter] = []
         self._replicated: dict[str, nn.Parameter] = {}
+        self._checks_agreement = checks_agreement
         self._has_agreed = False
+        self._is_reduced = True  # whether the last accumulation window is complete
+        self._members: dict[int, list[nn.Parameter]] = {stage: [] for stage in self.stages}
+        self._carries: tuple[bool, ...] = ()
 
     # -- set-up ----------------------------------------------------------------------------------------------------
 
@@ -130,6 +155,17 @@ class Engine:
         if self.groups.topology.tensor_parallel_size > 1:
             convert(module, placement, self.groups.tensor, self.device, placement.sequence_blocks)
         self.placement = placement
+
+    def whole(self) -> AbstractContextManager[None]:
+        """Within, the module's parameters are those of the whole model, hollow ones included."""
+        return nullcontext() if self.skeleton is None else self.skeleton.whole()
+
+    def join_statistics(self, module: nn.Module, *, all_batch_norms: bool) -> None:
+        """Let batch norms train on the samples of all replicas (all, or torch's `SyncBatchNorm`), and replicas follow
+        the first in buffers that training moves; the module is on its device."""
+        group, first = self.groups.data, self.groups.topology.data_ranks(self.groups.at)[0]
+        self._restore_batch_norms = batch_norm.synchronize(module, group, all_of_them=all_batch_norms)
+        self._moving = MovingBuffers(module, group, first)
 
     def state_names(self, module: nn.Module) -> tuple[str, ...]:
         """Names of the plain module's state, in order."""
@@ -148,36 +184,56 @@ class Engine:
         names = self.plain_names(module)
         return names if self.mains is None else {self.mains.weight_of(p): name for p, name in names.items()}
 
-    def bind(self, module: nn.Module, trained: Sequence[nn.Parameter], *, shards: bool = False) -> None:
-        """Make gradient buffers and main weights for what optimizers train and this rank owns; or extend them.
+    def bind_manual(self, module: nn.Module) -> None:
+        """Follow the backwards of manual optimization."""
+        self.release()
+        names, groups = self.plain_names(module), self.groups
+        self.manual = ManualGradients(names, self.placement.summed, tensor=groups.tensor, data=groups.data)
 
-        trained: parameters of the module, or main weights of such. shards: whether replicas share the main weights out.
+    def bind(self, module: nn.Module, trained: Sequence[nn.Parameter], *, shards: bool = False) -> None:
+        """Make gradient buffers and main weights for what optimizers train and this rank owns.
+
+        Called again when that changes, between two accumulation windows.
+
+        trained: parameters of the module. shards: whether replicas share the main weights out; then those that are no
+        longer trained keep their place.
         """
-        parameters = [self.parameter_of(p) for p in trained]
-        if self.buffers is None:
-            shared = [] if self.skeleton is None else self._shared_parameters(module, self.skeleton)
-            owners = {member.parameter: member.owners for member in shared if member.parameter is not None}
-            replicas = self.groups.data if shards else None
-            self.buffers = GradientBuffers(parameters, owners, 1 if replicas is None else replicas.size())
-            self.mains = MainWeights(self.buffers, replicas)
-            self._shards = shards
-            self._shared = SharedGradients(shared, self.groups, self.device) if shared else None
-        else:
-            added = [p for p in parameters if p not in self.buffers]
-            self.buffers.extend(added)
-            assert self.mains is not None, "made with the buffers"
+        shared = [] if self.skeleton is None else self._shared_parameters(module, self.skeleton)
+        owners = {member.parameter: member.owners for member in shared if member.parameter is not None}
+        self._shards = shards
+        if shards and self.buffers is not None and self.mains is not None:
+            added = [p for p in trained if p not in self.buffers]
+            self.buffers.extend(added, owners)
             self.mains.extend(added)
+        else:
+            replicas = self.groups.data if shards else None
+            self.release()
+            self.buffers = GradientBuffers(trained, owners, 1 if replicas is None else replicas.size())
+            self.mains = MainWeights(self.buffers, replicas, None if shards else self.mains)
         names = self.plain_names(module)
-        self._summed = [p for p in self.buffers.parameters if names[p] in self.placement.summed]
-        self._replicated = {names[p]: p for p in self.buffers.parameters if names[p] not in self.placement.shards}
+        bound = self.buffers.parameters
+        self._summed = [p for p in bound if names[p] in self.placement.summed]
+        self._replicated = {names[p]: p for p in bound if names[p] not in self.placement.shards}
+        self._has_agreed = not self._checks_agreement
+        if self.skeleton is not None:
+            self._shared = SharedGradients(shared, self.groups, self.device)
+            stages = {p: self.skeleton.owners(name) for p, name in names.items()}
+            self._members = {s: [p for p in names if s in stages[p]] for s in self.stages}
 
     def trains(self, trained: Sequence[nn.Parameter]) -> bool:
-        """Whether there are buffers for all of these, parameters of the module or main weights."""
-        return self.buffers is not None and all(self.parameter_of(p) in self.buffers for p in trained)
+        """Whether the buffers are for these parameters of the module."""
+        if self.buffers is None:
+            return False
+        bound = set(self.buffers.parameters)
+        return bound.issuperset(trained) if self._shards else bound == set(trained)
 
     def parameter_of(self, weight: nn.Parameter) -> nn.Parameter:
         """The module's parameter behind one that an optimizer holds."""
         return weight if self.mains is None else self.mains.parameter_of(weight)
+
+    def weight_of(self, parameter: nn.Parameter) -> nn.Parameter:
+        """What optimizers step for a parameter of the module."""
+        return parameter if self.mains is None else self.mains.weight_of(parameter)
 
     def stepped(self, module: nn.Module) -> list[Stepped]:
         """What optimizers step of this rank's parameters, or would step, under every name that they have here."""
@@ -202,10 +258,22 @@ class Engine:
         return found
 
     def release(self) -> None:
-        """Drop the gradient buffers; the main weights stay, for a checkpoint after the run."""
+        """Drop the gradient buffers, or what follows the user's own backwards.
+
+        Main weights stay, for a checkpoint after the run.
+        """
         if self.buffers is not None:
             self.buffers.release()
-        self.buffers, self._shared = None, None
+        if self.manual is not None:
+            self.manual.release()
+        self.buffers, self._shared, self.manual = None, None, None
+
+    def close(self) -> None:
+        """Give the module back what was its own, but not the parts of other ranks."""
+        self.release()
+        if self._restore_batch_norms is not None:
+            self._restore_batch_norms()
+            self._restore_batch_norms = None
 
     # -- a batch ---------------------------------------------------------------------------------------------------
 
@@ -230,6 +298,33 @@ class Engine:
         with self.buffers.collect():
             self._run(run, microbatches, step, loss_of, backward, phase=TRAINING, number=number)
         return run
+
+    def agree(self, fault: str | None = None) -> None:
+        """Before a batch: which cuts a gradient crosses, those above a stage that trains anything.
+
+        Parameters may be frozen or unfrozen between any two batches, and only their owners see it.
+
+        fault: what is wrong with such a change.
+
+        Raises:
+            RuntimeError: a rank of the pipeline has a fault; on all of them.
+        """
+        seen = torch.zeros(self.num_stages + 1, dtype=torch.int32)
+        for stage, members in self._members.items():
+            seen[stage] = any(parameter.requires_grad for parameter in members)
+        seen[-1] = fault is not None
+        *trains, is_faulty = all_reduce_(seen, self.groups.pipeline, MAX).tolist()
+        if is_faulty:
+            raise RuntimeError(next(text for text in gather_objects(fault, self.groups.pipeline) if text is not None))
+        self._carries = tuple(any(trains[: cut + 1]) for cut in range(self.num_stages - 1))
+
+    def run_manual(self, step: Callable[[], Any], *, number: int) -> Any:
+        """Run a step that does its own backward, on a whole module; its random streams are named as others' are."""
+        if self.groups.topology.world_size == 1:
+            return step()
+        with self._streams.isolated():
+            self._streams.start(TRAINING, number, self.groups.at.data, 0)
+            return step()
 
     def evaluate_batch(self, batch: Any, step: UserStep, *, number: int, size: int | None) -> BatchRun:
         """Run the forward of a batch, whole or in microbatches of `size`."""
@@ -257,24 +352,34 @@ class Engine:
     ) -> None:
         trains = phase == TRAINING
         last = self.num_stages - 1
+        is_read_once = self.num_stages == len(microbatches) == 1  # else chunks, neighbours and `key` read it, unchanged
 
         def user_step(stage: int, k: int) -> Any:
             if self._names_streams(run):
                 self._enter_streams(phase, number, k, stage)
+            microbatch = microbatches[k] if is_read_once else microbatches[k].copy()
             if not (trains and stage == last):
-                return step(microbatches[k], stage == last)
+                return step(microbatch, stage == last)
             counter = TargetCounter()
             if self.skeleton is None:
                 counter.start()
             else:
                 self.skeleton.on_after_blocks = counter.start
             try:
-                return step(microbatches[k], True), counter
+                return step(microbatch, True), counter
             finally:
                 counter.stop()
+                if self.skeleton is not None:
+                    self.skeleton.on_after_blocks = nothing  # an evaluation would start the counter again
 
         worker = StageWorker(
-            self.skeleton, self.num_stages, step=user_step, loss_of=loss_of, backward=backward, trains=trains
+            self.skeleton,
+            self.num_stages,
+            step=user_step,
+            loss_of=loss_of,
+            backward=backward,
+            trains=trains,
+            carries=self._carries,
         )
         signatures: dict[int, Hashable] = {}
 
@@ -317,11 +422,16 @@ class Engine:
         def loss_of(k: int, output: tuple[Any, TargetCounter]) -> Tensor | None:
             nonlocal unit
             result, counter = output
-            loss = _loss_in(result)
+            if result is None:  # left out by the step
+                run.outputs.append(None)
+                run.weights.append(0.0)
+                run.losses.append(torch.zeros((), device=self.device))
+                return None
+            loss = loss_in(result)
             rows = microbatches[k].num_samples
             weight = weigh(result, counter.calls, rows) if counts > 1 else Weight(1.0, 1.0)
             if math.isnan(unit):
-                unit = weight.unit
+                unit = 1.0 if self._restore_batch_norms is not None else weight.unit  # one that replicas share
                 run.scale = unit * counts
             run.outputs.append(detached(join_all(result)))  # a graph would keep the input of its microbatch alive
             run.weights.append(weight.value)
@@ -330,19 +440,30 @@ class Engine:
 
         return loss_of
 
-    def finish_batch(self, factor: float, *, is_first: bool, is_last: bool) -> None:
+    def finish_batch(self, factor: float, *, is_skipped: bool, is_first: bool, is_last: bool) -> None:
         """Settle the batch's gradients with what its scale left to do.
 
-        factor: multiplies them. is_first, is_last: of the accumulation window.
+        factor: multiplies them. is_skipped: there are none. is_first, is_last: of the accumulation window.
+
+        Raises:
+            RuntimeError: the window was complete already, and its gradients reduced.
         """
         assert self.buffers is not None, "a batch was run"
+        if self._is_reduced and not is_first:
+            raise RuntimeError(
+                "a batch ran after its accumulation window was complete: optimizer_step called its closure again, and "
+                "what is reduced already would be reduced again; call the closure once, or use "
+                "accumulate_grad_batches=1"
+            )
+        self._is_reduced = False
+        if is_skipped:
+            self.buffers.forget_batch()
         self.buffers.finish_batch(factor, is_first=is_first, is_only=is_first and is_last)
 
-    def sum_in_backward(self, module: nn.Module) -> None:
-        """For manual optimization: sum gradients over tensor peers as backward gives them, where a step's end would."""
-        for parameter, name in self.plain_names(module).items():
-            if name in self.placement.summed and parameter.requires_grad:
-                parameter.register_hook(partial(summed_copy, group=self.groups.tensor))
+    def follow_first_replica(self) -> None:
+        """After a batch: take over the buffers of replica 0 that the step has changed."""
+        assert self._moving is not None, "join_statistics comes before the first batch"
+        self._moving.follow()
 
     def reduce_gradients(self) -> None:
         """Sum the window's gradients over tensor peers where a weight is used on each one's own heads, over the stages
@@ -353,6 +474,7 @@ class Engine:
         """
         assert self.buffers is not None, "a batch was run"
         assert self.mains is not None, "made with the buffers"
+        self._is_reduced = True
         self.buffers.sum_over(self._summed, self.groups.tensor)
         self._check_agreement(self.buffers)
         if self._shared is not None:
@@ -436,13 +558,18 @@ def numbers(values: Sequence[float | Tensor]) -> list[float]:
     return [next(crossed) if isinstance(value, Tensor) else float(value) for value in values]
 
 
-def _loss_in(result: Any) -> Tensor:
+def loss_in(result: Any) -> Tensor:
+    """The loss among what a training step returned, without dims.
+
+    Raises:
+        ValueError: there is no loss of one number.
+    """
     loss = result.get("loss") if isinstance(result, Mapping) else result
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         found = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
         raise ValueError(
-            'training_step must return a loss of one number, or a dict that holds it as "loss"; '
-            f"got {found} (a step cannot be skipped: its peers would wait)"
+            'training_step must return a loss of one number, or a dict that holds it as "loss", '
+            f"or None to leave a microbatch out; got {found}"
         )
     return loss.reshape(())
 

@@ -1,41 +1,71 @@
-"""After each step, what only the last stage knows reaches every rank: weights, losses and logged values.
+"""What only some ranks know reaches all that need it: weights, losses and logged values.
 
-Each replica's last stage describes its step by a schema (names, kinds) and numbers. Numbers of all replicas are merged,
-schemas only where they differ, and the result goes down the pipeline. In the steady state that is one all-gather of one
-number and one of a few over the replicas, and one broadcast along the pipeline.
+After each step, the last stage of each replica describes it by a schema (names, kinds) and numbers. Numbers of all
+replicas are merged, schemas only where they differ, and the result goes to all ranks of the replica. In the steady
+state that is one all-gather of one number and one of a few over the replicas, and two small broadcasts in the replica.
+
+After a hook, which every rank runs for itself, ranks compare what they logged, and only where they differ say what.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from lightning_ptdp.comm.collectives import all_gather_dim, broadcast_, broadcast_object, gather_objects
 from lightning_ptdp.comm.groups import Groups
+from lightning_ptdp.topology import Coordinate
 
-_HEAD = 5  # numbers before those of the logged values
+_HEAD = 6  # numbers before those of the logged values
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why a value cannot be logged: an exception in parts, and the line of the user's call."""
+
+    kind: type[Exception]
+    message: str
+    where: str
+
+    def error(self) -> Exception:
+        """The exception, to raise."""
+        error = self.kind(self.message)
+        error.add_note(f"logged at {self.where}")
+        return error
 
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """One logged name: how its values merge, and what `log` was called with.
+    """One call of `log`: how its values merge, and what it was called with.
 
     reduce: "mean", "sum", "min" or "max". is_synced: whether replicas merge.
-    arguments: of the user's `log` call, sorted pairs. metric: name of the Metric object that was logged, else None.
+    arguments: of the user's `log` call, sorted pairs. call: how many with this name came before in the step or hook.
+    metric: name of the Metric object that was logged, else None. refusal: set where the call is an error.
+    dtype, has_value: of the value; a Metric may have none. They may differ between calls that merge.
     """
 
     name: str
     reduce: str
     is_synced: bool
     arguments: tuple[tuple[str, Any], ...]
-    dtype: torch.dtype
+    call: int = 0
     metric: str | None = None
-    has_value: bool = True
+    refusal: Refusal | None = None
+    dtype: torch.dtype = field(default=torch.float32, compare=False)
+    has_value: bool = field(default=True, compare=False)
+
+    @property
+    def is_for_all(self) -> bool:
+        """Whether every replica passes it to Lightning, also one that did not log it.
+
+        Metric objects are among them: what computes one at the end of an epoch is a collective.
+        """
+        return self.is_synced or self.metric is not None or self.refusal is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +86,7 @@ class StepReport:
     """A step's result.
 
     weight: sum of the microbatches' weights. weighted_loss: sum of weight * loss. scale: see `BatchRun`.
-    has_output: whether the step returned more than a loss.
+    has_output: whether the step returned more than a loss. is_skipped: whether it returned None for everything.
     """
 
     weight: float
@@ -65,6 +95,7 @@ class StepReport:
     num_samples: float
     has_output: bool
     logged: tuple[Logged, ...]
+    is_skipped: bool = False
 
     @property
     def loss(self) -> float:
@@ -95,24 +126,63 @@ def merge(values: Sequence[Logged]) -> Logged:
 
 
 class Exchange:
-    """Shares the last stages' reports with all ranks."""
+    """Shares what ranks report.
+
+    speaks: whether this rank's word is its replica's: the first tensor rank of the last stage.
+    """
 
     def __init__(self, groups: Groups) -> None:
         self._groups = groups
+        self.speaks = groups.is_last_pipeline_rank and groups.at.tensor == 0
+        last_stage = Coordinate(0, groups.at.data, groups.topology.pipeline_parallel_size - 1)
+        self._speaker = groups.topology.rank(last_stage)
         self._schema: tuple[Key, ...] = ()
         self._hash = _hash(())
 
     def share(self, mine: StepReport | None, *, joins_replicas: bool = True) -> StepReport:
         """The step's report on every rank: own scale, everything else merged over replicas as the keys say.
 
-        mine: of this replica; None on ranks below the last stage. joins_replicas: False keeps to this replica, for
-        steps of which replicas run different numbers.
+        mine: of this replica; needed from the rank that `speaks` for it. joins_replicas: False keeps to this replica,
+        for steps of which replicas run different numbers.
         """
-        merged = mine if mine is None or not joins_replicas else self._merge_replicas(mine)
-        if self._groups.topology.pipeline_parallel_size == 1:
-            assert merged is not None, "without a pipeline every rank is on the last stage"
+        merged = None
+        if self.speaks:
+            assert mine is not None, "the last stage has a report"
+            merged = self._merge_replicas(mine) if joins_replicas else mine
+        return self._to_the_replica(merged)
+
+    def agree(self, mine: tuple[Logged, ...]) -> tuple[Logged, ...]:
+        """What a hook logged, alike on every rank; all ranks must call this after the hook.
+
+        mine: what this rank logged in it.
+
+        Returns its own values, those that are synced merged over the replicas, in an order that all ranks share;
+        after them come values that only other ranks of the replica logged, or other replicas if they are for all.
+        """
+        groups, schema = self._groups, tuple(value.key for value in mine)
+        size = groups.topology.world_size
+        hashes = all_gather_dim(torch.tensor([_hash(schema)]), groups.world, 0, size).tolist()
+        if len(set(hashes)) == 1 and not any(key.is_for_all for key in schema):
+            return mine
+        of_replicas = {hashes[rank] for rank in groups.topology.data_ranks(groups.at)}
+        merged = _merge_values(mine, self._of_replicas(mine, alike=len(of_replicas) == 1))
+        if len(set(hashes)) == 1:
             return merged
-        return self._down_the_pipeline(merged)
+        known = {value.key: value for value in merged}
+        ranks = groups.topology.replica_ranks(groups.at)
+        by_rank = dict(zip(ranks, gather_objects(merged, groups.replica), strict=True))
+        order = sorted(ranks, key=lambda rank: (-groups.topology.coordinate(rank).pipeline, rank))
+        return tuple(known.get(value.key, value) for value in _first_of_each(by_rank[rank] for rank in order))
+
+    def _of_replicas(self, mine: tuple[Logged, ...], *, alike: bool) -> list[tuple[Logged, ...]]:
+        group = self._groups.data
+        if not alike:
+            return gather_objects(mine, group)
+        if not mine:
+            return [()] * group.size()
+        row = torch.tensor([_flat(mine)], dtype=torch.float64)
+        schema = tuple(value.key for value in mine)
+        return [_logged(numbers, schema) for numbers in all_gather_dim(row, group, 0, group.size()).tolist()]
 
     def _merge_replicas(self, mine: StepReport) -> StepReport:
         group = self._groups.data
@@ -128,60 +198,82 @@ class Exchange:
             reports = gather_objects(mine, group)
         return _merge_reports(mine, reports)
 
-    def _down_the_pipeline(self, merged: StepReport | None) -> StepReport:
-        group, source = self._groups.pipeline, self._groups.pipeline_ranks[-1]
-        head = torch.zeros(2, dtype=torch.int64)
+    def _to_the_replica(self, merged: StepReport | None) -> StepReport:
+        group = self._groups.replica
+        if group.size() == 1:
+            assert merged is not None, "a lone rank has its own report"
+            return merged
+        head, schema = torch.zeros(2, dtype=torch.int64), self._schema
         if merged is not None:
             schema = tuple(value.key for value in merged.logged)
             head = torch.tensor([_hash(schema), len(_numbers(merged))])
-        else:
-            schema = self._schema
-        broadcast_(head, source, group)
+        broadcast_(head, self._speaker, group)
         seen, count = head.tolist()
         if seen != self._hash:
-            self._schema = broadcast_object(schema if merged is not None else None, source, group)
+            self._schema = broadcast_object(schema if merged is not None else None, self._speaker, group)
             self._hash = seen
         numbers = torch.zeros(count, dtype=torch.float64)
         if merged is not None:
             numbers = torch.tensor(_numbers(merged), dtype=torch.float64)
-        return _report(broadcast_(numbers, source, group).tolist(), self._schema)
+        return _report(broadcast_(numbers, self._speaker, group).tolist(), self._schema)
 
 
 def _merge_reports(mine: StepReport, reports: Sequence[StepReport]) -> StepReport:
-    values = []
-    for own in mine.logged:
-        if own.key.is_synced:
-            values.append(merge([v for report in reports for v in report.logged if v.key == own.key]))
-        else:
-            values.append(own)
-    seen = {own.key for own in mine.logged}
-    for report in reports:  # what only other replicas logged
-        for value in report.logged:
-            if value.key.is_synced and value.key not in seen:
-                seen.add(value.key)
-                values.append(merge([v for other in reports for v in other.logged if v.key == value.key]))
     return StepReport(
         weight=sum(report.weight for report in reports),
         weighted_loss=sum(report.weighted_loss for report in reports),
         scale=mine.scale,
         num_samples=sum(report.num_samples for report in reports),
         has_output=mine.has_output,
-        logged=tuple(values),
+        logged=_merge_values(mine.logged, [report.logged for report in reports]),
+        is_skipped=all(report.is_skipped for report in reports),
     )
 
 
+def _merge_values(mine: tuple[Logged, ...], replicas: Sequence[tuple[Logged, ...]]) -> tuple[Logged, ...]:
+    """One replica's values after those of all were seen, in the order in which the first replica that has it logged
+    each: metrics are computed in this order, on every rank.
+    """
+    own = {value.key: value for value in mine}
+    values = []
+    for first in _first_of_each(replicas):
+        key = first.key
+        if key.is_synced:
+            values.append(merge([value for logged in replicas for value in logged if value.key == key]))
+        elif key in own:
+            values.append(own[key])
+        elif key.is_for_all:  # a metric without a value of this step here, or a refusal
+            values.append(Logged(replace(key, has_value=False), math.nan, 0.0, 0.0))
+    return tuple(values)
+
+
+def _first_of_each(everyone: Iterable[tuple[Logged, ...]]) -> Iterable[Logged]:
+    seen: dict[Key, Logged] = {}
+    for logged in everyone:
+        for value in logged:
+            seen.setdefault(value.key, value)
+    return seen.values()
+
+
+def _flat(logged: tuple[Logged, ...]) -> list[float]:
+    return [number for value in logged for number in (value.value, value.weight, value.batch_size)]
+
+
+def _logged(numbers: Sequence[float], schema: tuple[Key, ...]) -> tuple[Logged, ...]:
+    triples = [numbers[i : i + 3] for i in range(0, len(numbers), 3)]
+    return tuple(Logged(key, *three) for key, three in zip(schema, triples, strict=True))
+
+
 def _numbers(report: StepReport) -> list[float]:
-    numbers = [report.weight, report.weighted_loss, report.scale, report.num_samples, float(report.has_output)]
-    for value in report.logged:
-        numbers += [value.value, value.weight, value.batch_size]
-    return numbers
+    flags = [float(report.has_output), float(report.is_skipped)]
+    head = [report.weight, report.weighted_loss, report.scale, report.num_samples, *flags]
+    return head + _flat(report.logged)
 
 
 def _report(numbers: Sequence[float], schema: tuple[Key, ...]) -> StepReport:
-    triples = [numbers[i : i + 3] for i in range(_HEAD, len(numbers), 3)]
-    logged = tuple(Logged(key, *three) for key, three in zip(schema, triples, strict=True))
-    weight, weighted_loss, scale, num_samples, has_output = numbers[:_HEAD]
-    return StepReport(weight, weighted_loss, scale, num_samples, bool(has_output), logged)
+    weight, weighted_loss, scale, num_samples, has_output, is_skipped = numbers[:_HEAD]
+    logged = _logged(numbers[_HEAD:], schema)
+    return StepReport(weight, weighted_loss, scale, num_samples, bool(has_output), logged, bool(is_skipped))
 
 
 def _hash(schema: tuple[Key, ...]) -> int:

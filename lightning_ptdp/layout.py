@@ -9,6 +9,7 @@ from itertools import pairwise
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from lightning_ptdp.config import ParallelConfig, divisors
 from lightning_ptdp.pipeline.blocks import find_blocks
@@ -34,6 +35,49 @@ class Wishes:
     first: Sequence[str] = ()
     last: Sequence[str] = ()
     shared: Sequence[str] = ()
+
+    def faults(self) -> list[str]:
+        """Every wish that is of the wrong kind, a sentence each."""
+        found = []
+        if self.plan is not None and not _is_plan(self.plan):
+            found.append(
+                "tensor_parallel_plan must be a dict of name patterns to styles, such as "
+                f'{{"layers.*.up": "colwise"}}; got {self.plan!r}'
+            )
+        blocks: object = self.blocks
+        if not isinstance(blocks, str | None):
+            found.append(f"pipeline_blocks must be the name of a list of modules, a str; got {blocks!r}")
+        for name in ("first", "last", "shared"):
+            value = getattr(self, name)
+            if not _are_names(value):
+                found.append(f"{name} must be a list of names of modules; got {value!r}; use {name}=['...']")
+        places = {name: place for place in ("first", "last", "shared") for name in self._names(place)}
+        twice = {name for place in ("first", "last", "shared") for name in self._names(place) if places[name] != place}
+        if twice:
+            found.append(
+                f"first, last and shared each name a module once; {sorted(twice)} are in two; keep one of them"
+            )
+        return found
+
+    def sound(self) -> Wishes:
+        """Without what is of the wrong kind."""
+        return Wishes(
+            self.plan if _is_plan(self.plan) else None,
+            self.blocks if isinstance(self.blocks, str) else None,
+            *(self._names(place) for place in ("first", "last", "shared")),
+        )
+
+    def _names(self, place: str) -> Sequence[str]:
+        value: Sequence[str] = getattr(self, place)
+        return value if _are_names(value) else ()
+
+
+def _is_plan(value: object) -> bool:
+    return isinstance(value, Mapping) and all(isinstance(part, str) for pair in value.items() for part in pair)
+
+
+def _are_names(value: object) -> bool:
+    return isinstance(value, list | tuple) and all(isinstance(name, str) for name in value)
 
 
 @dataclass(frozen=True)
@@ -91,6 +135,13 @@ def lay_out(module: nn.Module, config: ParallelConfig, topology: Topology, wishe
         )
         faults = [] if same else [_was_split(known, topology, stages)]
         return Layout(topology, stages, known.partition, known.placement), faults
+    lazy = [name for name, parameter in module.named_parameters() if is_lazy(parameter)]
+    if lazy:
+        return Layout(topology, stages), [
+            f"parameters {lazy[:4]} ({len(lazy)} in all) have no shape yet, and so no place; give the "
+            "layers their input sizes, or run the module once on a sample in __init__ or configure_model"
+        ]
+    wishes = wishes.sound()
     cut, faults = _partition(module, config, stages, wishes)
     if cut is not None:
         faults += _side_outputs(module)
@@ -119,7 +170,7 @@ def _partition(
             module,
             stages,
             blocks=wishes.blocks,
-            split=config.pipeline_split,
+            split=None if config.split_faults() else config.pipeline_split,
             first=wishes.first,
             last=wishes.last,
             shared=wishes.shared,
@@ -183,6 +234,8 @@ def choose_model_parallel(
     t grows first, up to the devices of a node, where the module's plan and heads allow it; then p (the takeaways of
     SC'21 section 3). Where nothing fits, the largest that divides the processes.
     """
+    if any(map(is_lazy, module.parameters())):
+        return (1, 1)  # which `lay_out` refuses
     parameters = sum(parameter.numel() for parameter in module.parameters())
     tensor = (
         [config.tensor_parallel_size]

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
 from lightning.pytorch.plugins import DoublePrecision, MixedPrecision, Precision
 from torch import Tensor, nn
@@ -38,6 +39,7 @@ class PTDPPrecision(Precision):
         self.precision: Any = precision
         self._inner = _make(precision, device or ("cuda" if torch.cuda.is_available() else "cpu"))
         self._norm_of: NormOf | None = None
+        self._after_hooks: Callable[[], None] | None = None
 
     @classmethod
     def of(cls, plugin: Precision) -> PTDPPrecision:
@@ -56,9 +58,14 @@ class PTDPPrecision(Precision):
         """Of losses: float32, or float64 in a run of that."""
         return torch.float64 if self.precision == "64-true" else torch.float32
 
-    def bind(self, norm_of: NormOf) -> None:
-        """Take the function that knows the norm over all ranks."""
-        self._norm_of = norm_of
+    def bind(self, norm_of: NormOf, after_hooks: Callable[[], None]) -> None:
+        """Take the function that knows the norm over all ranks, and one to call when hooks are done with gradients."""
+        self._norm_of, self._after_hooks = norm_of, after_hooks
+
+    def _after_closure(self, model: pl.LightningModule, optimizer: Any) -> None:
+        super()._after_closure(model, optimizer)
+        if self._after_hooks is not None:
+            self._after_hooks()
 
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
         """Scale the gradients so that their norm over the whole model is at most `clip_val`."""

@@ -17,7 +17,6 @@ from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment, TorchChec
 from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import ParallelStrategy, StrategyRegistry
@@ -27,18 +26,30 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
-from lightning_ptdp import loaders
-from lightning_ptdp.checkpoint.contents import contents_of
+from lightning_ptdp import inventory, loaders, preflight
+from lightning_ptdp.averages import split_averages
+from lightning_ptdp.callbacks import (
+    callbacks_of,
+    count_replicas,
+    refused_callbacks,
+    release,
+    show_whole_model,
+    tell_restored,
+)
+from lightning_ptdp.checkpoint.contents import contents_of, gather_module
 from lightning_ptdp.checkpoint.local_state import LocalState, check_names
 from lightning_ptdp.checkpoint.store import Store
 from lightning_ptdp.checkpoint.whole_or_absent import cut_off
 from lightning_ptdp.comm import collectives
 from lightning_ptdp.comm.groups import Groups, join_world, world, world_copy
 from lightning_ptdp.config import Auto, ParallelConfig
+from lightning_ptdp.data_parallel.scaling import GradientSample, check_scaled_alike
 from lightning_ptdp.engine import Engine
 from lightning_ptdp.exchange import Exchange
 from lightning_ptdp.failure import FailureBoard
+from lightning_ptdp.holdings import holdings, table
 from lightning_ptdp.layout import (
     Layout,
     Wishes,
@@ -49,20 +60,26 @@ from lightning_ptdp.layout import (
     memory_of,
     remember,
 )
-from lightning_ptdp.logging import ALREADY_SYNCED
+from lightning_ptdp.log_calls import ALREADY_SYNCED
 from lightning_ptdp.metrics import connect_metrics
+from lightning_ptdp.parameter_groups import WholeGroups
 from lightning_ptdp.precision import PTDPPrecision
-from lightning_ptdp.progress import EvaluationProgress
+from lightning_ptdp.predictions import join_predictions
+from lightning_ptdp.progress import LoopProgress
+from lightning_ptdp.refusals import batch_norm_warning, foreign_parameters, refused_modules, refused_optimizers
 from lightning_ptdp.schedule import SCHEDULES
-from lightning_ptdp.steps import Context, Steps, batch_of
+from lightning_ptdp.stage_state import StageState
+from lightning_ptdp.steps import Context, Steps, batch_of, edits_gradients, refused_steps
+from lightning_ptdp.stopping import StopTogether
 from lightning_ptdp.tensor_parallel.random import mix, share_random_state
-from lightning_ptdp.whole_module import agree_on_weights, pin_summaries, refused_callbacks
+from lightning_ptdp.topology import Topology
+from lightning_ptdp.whole_module import agree_on_weights, pin_summaries
 
 # What Lightning says when a value is not reduced over ranks; with one replica there is nothing to reduce.
 _SYNC_ADVICE = r"It is recommended to use `self\.log\(.*sync_dist=True\)`"
 # And when it evaluates with a sampler that repeats samples, which ours does not.
 _SAMPLER_ADVICE = r"Using `DistributedSampler` with the dataloaders\."
-_CHECKED_BATCHES = 2  # of training, that the ranks of a replica compare
+_CHECKED_BATCHES = 2  # of a run and of each epoch of training, that the ranks of a replica compare
 
 
 class PTDPStrategy(ParallelStrategy):
@@ -138,9 +155,9 @@ class PTDPStrategy(ParallelStrategy):
             eval_micro_batch_size=eval_micro_batch_size,
             schedule=schedule,
             sequence_parallel=sequence_parallel,
-            pipeline_split=None if pipeline_split is None else tuple(pipeline_split),
+            pipeline_split=pipeline_split,
         )
-        self._wishes = Wishes(tensor_parallel_plan, pipeline_blocks, tuple(first), tuple(last), tuple(shared))
+        self._wishes = Wishes(tensor_parallel_plan, pipeline_blocks, first, last, shared)
         self.num_nodes = 1
         self._not_available = [
             f"{name}={value!r} is not available in this version; leave it out"
@@ -152,14 +169,20 @@ class PTDPStrategy(ParallelStrategy):
         self._store: Store | None = None
         self._backend, self._timeout = process_group_backend, timeout
         self._faults: list[str] = []
+        self._topology: Topology | None = None
         self._groups: Groups | None = None
         self._engine: Engine | None = None
         self._exchange: Exchange | None = None
         self._steps: Steps | None = None
         self._board: FailureBoard | None = None
-        self._progress = EvaluationProgress()
-        self._optimizer_names: list[list[list[str]]] = []
+        self._progress, self._stop_together = LoopProgress(), StopTogether()
+        self._predicts = False
+        self._parameter_groups = WholeGroups()
+        self._loading: RemovableHandle | None = None
         self._blocks_sync = False
+        self._unchecked = 0
+        self._watches_edits = False
+        self._sample: GradientSample | None = None
 
     # -- processes ---------------------------------------------------------------------------------------------------
 
@@ -173,6 +196,11 @@ class PTDPStrategy(ParallelStrategy):
     def num_processes(self) -> int:
         """Processes on this node."""
         return len(self.parallel_devices) if self.parallel_devices is not None else 0
+
+    @property
+    def wishes(self) -> Wishes:
+        """What the arguments said about the module, besides sizes."""
+        return self._wishes
 
     @property
     def groups(self) -> Groups:
@@ -199,8 +227,12 @@ class PTDPStrategy(ParallelStrategy):
 
     @property
     def is_distributed(self) -> bool:
-        """Whether Lightning puts its own sampler into loaders; with one replica, ranks read what the user gave."""
-        return self._groups is None or self._groups.topology.data_parallel_size > 1
+        """Whether Lightning puts its own sampler into loaders.
+
+        With one replica, ranks read what the user gave; for prediction whole batches are shared out (`loaders`), and
+        Lightning's sampler fails where there are fewer samples than replicas.
+        """
+        return not self._predicts and (self._groups is None or self._groups.topology.data_parallel_size > 1)
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
@@ -208,9 +240,16 @@ class PTDPStrategy(ParallelStrategy):
         return {"num_replicas": self.groups.topology.data_parallel_size, "rank": self.groups.at.data}
 
     def _configure_launcher(self) -> None:
-        assert self.cluster_environment is not None, "the Trainer's connector sets the environment"
-        if not self.cluster_environment.creates_processes_externally:
-            self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+        """Start processes where nobody else does; a lone one needs no launcher, and so runs in a notebook.
+
+        Raises:
+            ValueError: a scheduler has started another number of processes than the Trainer was told.
+        """
+        environment = self.cluster_environment
+        assert environment is not None, "the Trainer's connector sets the environment"
+        environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
+        if not environment.creates_processes_externally and self.num_processes * self.num_nodes > 1:
+            self._launcher = _SubprocessScriptLauncher(environment, self.num_processes, self.num_nodes)
 
     def set_world_ranks(self) -> None:
         """Tell the environment which ranks these are; called by the Trainer's connector."""
@@ -226,17 +265,44 @@ class PTDPStrategy(ParallelStrategy):
         reset_seed()
         self.set_world_ranks()
         self._join_world()
-        self._faults = [*self.config.faults(SCHEDULES), *self._not_available]
-        is_fixed = "auto" not in (self.config.tensor_parallel_size, self.config.pipeline_parallel_size)
-        if is_fixed or any(True for _ in self._module.parameters()):
-            self._make_groups()
+        self._settle_sizes(is_built=any(True for _ in self._module.parameters()))
 
-    def _make_groups(self) -> None:
-        """Choose what was left to "auto", and make the groups; faults are kept for `setup`, which raises them all."""
-        if self._faults:
-            return
-        topology, self._faults = self.config.resolve(self.world_size, self._choice())
-        if self._faults or (self._groups is not None and self._groups.topology == topology):
+    def _settle_sizes(self, *, is_built: bool) -> None:
+        """Choose what was left to "auto", compare with the other ranks, and make the groups.
+
+        Faults are kept for `setup`, which raises them with those of the module. is_built: whether the module is.
+        """
+        faults = [*self.config.faults(SCHEDULES), *self._wishes.faults(), *self._not_available]
+        is_fixed = "auto" not in (self.config.tensor_parallel_size, self.config.pipeline_parallel_size)
+        topology = None
+        if faults or is_fixed or is_built:
+            choice = () if faults else (self._choice(),)
+            topology, more = self.config.resolve(self.world_size, *choice)
+            faults += [fault for fault in more if fault not in faults]
+        sections = [
+            inventory.versions(),
+            inventory.arguments(
+                self.config,
+                self._wishes,
+                process_group_backend=self._backend,
+                timeout=self._timeout,
+                device=self.root_device.type,
+                devices_per_node=self.num_processes,
+            ),
+            inventory.sizes(topology),
+            inventory.trainer_settings(self._module.trainer),
+        ]
+        found = preflight.compare(sections, faults, world())
+        self._faults, self._topology = found.faults, topology
+        if not found.are_alike:  # hooks that run before `setup` may meet in collectives, and would wait for ever
+            if is_built:
+                self._check(self._module.trainer, self._module)
+            found.refuse()
+        if topology is not None and not self._faults:
+            self._make_groups(topology)
+
+    def _make_groups(self, topology: Topology) -> None:
+        if self._groups is not None and self._groups.topology == topology:
             return
         self._groups = Groups.create(topology, self.root_device.type)
         self._exchange = Exchange(self._groups)
@@ -278,15 +344,22 @@ class PTDPStrategy(ParallelStrategy):
         """Split the module, configure its optimizers, and connect everything that needs to know."""
         assert self.accelerator is not None, "set by the Trainer"
         module, fits = self._module, trainer.state.fn == TrainerFn.FITTING
+        self._predicts = trainer.state.fn == TrainerFn.PREDICTING
         self.accelerator.setup(trainer)
         layout = self._check(trainer, module)
         if self._board is not None:
             self._board.__enter__()
-        if layout_of(module) is None:
-            pin_summaries(trainer, module)
+        is_whole = layout_of(module) is None
+        has_summary = pin_summaries(trainer, module, is_whole=is_whole)
+        if is_whole:
             agree_on_weights(module, self.groups)
             remember(module, layout)
             rank_zero_info(f"{describe(layout, self.config)}; kernels: PyTorch's own operations, none compiled")
+            if has_summary and layout.topology.replica_size > 1:
+                rank_zero_info(table(holdings(module, layout)))
+        warning = batch_norm_warning(module, layout.topology, self.config) if fits else None
+        if warning is not None:
+            rank_zero_warn(warning)
         self.precision.convert_module(module)
         former = self._engine
         self._engine = Engine(self.config, self.groups, self.root_device, self._agreed_seed())
@@ -295,38 +368,47 @@ class PTDPStrategy(ParallelStrategy):
             self._engine.mains = former.mains  # of the optimizers of an earlier fit
         self.model_to_device()
         if fits:
+            self._engine.join_statistics(module, all_batch_norms=self._layer_sync is not None)
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
-        self.precision.bind(self._gradient_norm)
+        self._unchecked = _CHECKED_BATCHES
+        self.precision.bind(self._norm_of, self._check_edits)
+        self._watches_edits = self.groups.replica.size() > 1 and edits_gradients(trainer, module)
         assert self._exchange is not None, "made with the groups"
-        self._steps = Steps(module, self._engine, self._exchange, self._board)
+        self._steps = Steps(module, self._engine, self._exchange, self._board, self._progress)
         warnings.filterwarnings("ignore", message=_SAMPLER_ADVICE)
-        if not self.is_distributed:
+        if self.groups.topology.data_parallel_size == 1:
             warnings.filterwarnings("ignore", message=_SYNC_ADVICE)
         connect_metrics(module, self.groups, lambda: self.steps.is_in_step, self.root_device)
-        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by Lightning's connector
-        if self._progress not in callbacks:
-            callbacks.append(self._progress)
+        self._connect_callbacks(trainer)
         share_random_state(self.root_device, self.groups.world)
+
+    def _connect_callbacks(self, trainer: pl.Trainer) -> None:
+        callbacks, topology = callbacks_of(trainer), self.groups.topology
+        users = [
+            callback for callback in callbacks if not isinstance(callback, LoopProgress | StageState | StopTogether)
+        ]
+        state = [StageState(self.groups, self.root_device)] if topology.pipeline_parallel_size > 1 else []
+        callbacks[:] = [*state, self._progress, *users, self._stop_together]
+        self.steps.listen(users)
+        show_whole_model(callbacks, self.whole_model)
+        count_replicas(callbacks, topology, self.root_device, str(self.precision.precision))
+        if topology.replica_size > 1:
+            self._loading = split_averages(callbacks, self._module, self._local_state(), self.groups)
 
     def _check(self, trainer: pl.Trainer, module: pl.LightningModule) -> Layout:
         """The layout of the module; raises on every rank with all that is wrong, before the first collective on it."""
-        if self._groups is None:
-            self._make_groups()
-        faults = list(self._faults)
-        topology = self._groups.topology if self._groups is not None else None
-        if topology is None:
-            topology, more = self.config.resolve(self.world_size)
-            faults += [fault for fault in more if fault not in faults]
+        if self._topology is None and not self._faults:  # alike on all ranks
+            self._settle_sizes(is_built=True)
+        topology = self._topology or self.config.resolve(self.world_size)[0]
+        faults = [*self._faults, *refused_callbacks(callbacks_of(trainer), module, topology)]
+        faults += refused_modules(module, topology, trains=trainer.state.fn == TrainerFn.FITTING)
+        faults += refused_steps(module, topology)
         layout, more = lay_out(module, self.config, topology, self._wishes)
-        faults += more + refused_callbacks(trainer, topology)
-        if topology.pipeline_parallel_size > 1 and not module.automatic_optimization:
-            faults.append(
-                "manual optimization runs backward inside training_step, where only the last stage arrives; use "
-                "automatic optimization, or pipeline_parallel_size=1"
-            )
-        if faults:
-            raise ValueError("PTDPStrategy cannot run this:\n" + "\n".join(f"- {fault}" for fault in faults))
+        sections = [inventory.module_contents(module)]
+        if not self._faults:
+            sections += [inventory.layout_of_ranks(layout), inventory.tensor_parallel_plan(layout)]
+        preflight.compare(sections, faults + more, world()).refuse()
         return layout
 
     def _agreed_seed(self) -> int:
@@ -340,27 +422,62 @@ class PTDPStrategy(ParallelStrategy):
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         """Configure the optimizers on the whole tree, then leave them what this rank owns."""
         module, skeleton = self._module, self.engine.skeleton
-        with skeleton.whole() if skeleton is not None else nullcontext():
+        with self.engine.whole():
             super().setup_optimizers(trainer)
-            names = {parameter: name for name, parameter in reversed(list(module.named_parameters()))}
-            self._optimizer_names = [
-                [[names[p] for p in group["params"]] for group in optimizer.param_groups]
-                for optimizer in self.optimizers
-            ]
-        hollow = skeleton.hollow.parameters if skeleton is not None else set()
-        for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                group["params"] = [p for p in group["params"] if p not in hollow]
-            for parameter in hollow & optimizer.state.keys():
-                del optimizer.state[parameter]
+            self._check_optimizers(module)
+        self._parameter_groups = WholeGroups(frozenset() if skeleton is None else skeleton.hollow.parameters)
+        self._parameter_groups.hide(self.optimizers)
         if module.automatic_optimization:
             self._bind()
         else:
-            self.engine.sum_in_backward(module)
+            self.engine.bind_manual(module)
+
+    def _check_optimizers(self, module: pl.LightningModule) -> None:
+        """Raise on every rank where ranks have other optimizers, or optimizers cannot be split."""
+        names = {parameter: name for name, parameter in reversed(list(module.named_parameters()))}
+        held = [
+            [[names.get(p, "") for p in g["params"]] for g in optimizer.param_groups] for optimizer in self.optimizers
+        ]
+        faults = foreign_parameters(module, self.optimizers)
+        faults += refused_optimizers(self.optimizers, self.groups.topology)
+        section = inventory.optimization(self.optimizers, held, self.lr_scheduler_configs)
+        preflight.compare([section], faults, world()).refuse()
+
+    @contextmanager
+    def whole_model(self) -> Iterator[None]:
+        """Within, the module and the optimizers list the whole model's parameters, as in one process.
+
+        For code outside steps that freezes modules or adds parameter groups; it must run on every rank. The values of
+        what other ranks own are NaN.
+        """
+        with self.engine.whole(), self._parameter_groups.shown(self.optimizers):
+            yield
 
     def _trained(self) -> list[nn.Parameter]:
-        members = [p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]]
-        return list(dict.fromkeys(members))
+        """The module's parameters that the optimizers train here."""
+        held = [p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]]
+        return [p for p in dict.fromkeys(map(self.engine.parameter_of, held)) if p.requires_grad]
+
+    def _stepped(self) -> list[nn.Parameter]:
+        """What the optimizers step for them."""
+        return [self.engine.weight_of(p) for p in self._trained()]
+
+    def _follow_what_trains(self, is_first: bool) -> str | None:
+        """Make other buffers where parameters were frozen, unfrozen or added; or say what is wrong with it.
+
+        is_first: of an accumulation window.
+        """
+        if self.engine.trains(self._trained()):
+            return None
+        if not is_first:
+            return (
+                "parameters were frozen or unfrozen within a window of accumulate_grad_batches, whose gradients are "
+                "summed already; do it before the first batch of a window, at the start of an epoch for example"
+            )
+        fault = self._parameter_groups.follow(self.optimizers)
+        if fault is None:
+            self._bind()
+        return fault
 
     def _bind(self) -> None:
         """Let the optimizers step main weights, and the engine collect gradients for them."""
@@ -368,6 +485,17 @@ class PTDPStrategy(ParallelStrategy):
         assert self.engine.mains is not None, "bound"
         for optimizer in self.optimizers:
             self.engine.mains.install(optimizer)
+        self._parameter_groups.weight_of = self.engine.weight_of
+        self._parameter_groups.parameter_of = self.engine.parameter_of
+
+    def _group_names(self) -> list[list[list[str]]]:
+        """The plain names of the whole model's parameters, by optimizer and group."""
+        fault = self._parameter_groups.follow(self.optimizers)
+        if fault is not None:
+            raise RuntimeError(fault)
+        with self.engine.whole():
+            names = {parameter: name for name, parameter in self._module.named_parameters()}
+        return self._parameter_groups.names(names)
 
     @property
     def precision(self) -> PTDPPrecision:
@@ -392,34 +520,39 @@ class PTDPStrategy(ParallelStrategy):
             yield
 
     def process_dataloader(self, dataloader: object) -> object:
-        """Evaluate each sample once, seed workers by replica, and end on all replicas at once."""
+        """Evaluate and predict each sample once, seed workers by replica, and end on all replicas at once."""
         trainer = self._module.trainer
-        evaluates = trainer.validating or trainer.testing or trainer.sanity_checking
-        return loaders.prepare(dataloader, self.groups, evaluates=evaluates, warn=rank_zero_warn)
+        assert trainer.state.stage is not None, "loaders are read in a stage"
+        shares = trainer._accelerator_connector.use_distributed_sampler  # known nowhere else
+        return loaders.prepare(dataloader, self.groups, stage=trainer.state.stage, shares=shares, warn=rank_zero_warn)
 
     # -- steps -------------------------------------------------------------------------------------------------------
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run a batch through the schedule; gradients wait for `backward`."""
-        module = self._module
-        if not module.automatic_optimization:
-            return super().training_step(*args, **kwargs)
-        if not self.engine.trains(self._trained()):
-            self._bind()
+        module, context = self._module, self.precision.train_step_context
         loop, accumulate = module.trainer.fit_loop, module.trainer.accumulate_grad_batches
-        if loop.total_batch_idx < _CHECKED_BATCHES:
+        if loop.batch_idx < _CHECKED_BATCHES or self._unchecked > 0:
+            self._unchecked -= 1
             self.steps.check_same(batch_of(args, kwargs))
-        return self.steps.train(
-            self.precision.train_step_context,
+        if not module.automatic_optimization:
+            return self.steps.train_manually(context, args, kwargs, number=loop.total_batch_idx)
+        is_first = loop.batch_idx % accumulate == 0
+        self.engine.agree(self._follow_what_trains(is_first))
+        output = self.steps.train(
+            context,
             lambda loss: self.precision.backward(loss, module, None),
             args,
             kwargs,
             number=loop.total_batch_idx,
             accumulate=accumulate,
-            is_first=loop.batch_idx % accumulate == 0,
+            is_first=is_first,
             is_last=not self._blocks_sync,
             loss_dtype=self.precision.loss_dtype,
         )
+        if output is None and not self._blocks_sync:  # a skipped batch has no backward, and may end a window
+            self.engine.reduce_gradients()
+        return output
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Publish the gradients that the schedule left, once the window is complete."""
@@ -429,23 +562,39 @@ class PTDPStrategy(ParallelStrategy):
         closure_loss = self.precision.pre_backward(closure_loss, module)
         if not self._blocks_sync:
             self.engine.reduce_gradients()
+            self._sample = GradientSample(self._stepped()) if self._watches_edits else None
         return self.precision.post_backward(closure_loss, module)
-
-    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        """Step, and bring the module's parameters up to date with what was stepped."""
-        result = super().optimizer_step(optimizer, closure, model, **kwargs)
-        self.engine.refresh_weights()
-        return result
 
     def _manual_backward(self, loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Manual optimization, without a pipeline: average over the replicas what one backward gave."""
         loss = super().backward(loss, optimizer, *args, **kwargs)
-        collectives.average_gradients(self._module.parameters(), self.groups.data)
+        if self.engine.manual is not None and not self._blocks_sync:
+            self.engine.manual.settle()
         return loss
+
+    def optimizer_step(
+        self, optimizer: Optimizer, closure: Callable[[], Any], model: nn.Module | None = None, **kwargs: Any
+    ) -> Any:
+        """Step, and bring the module's parameters up to date with what was stepped.
+
+        Raises:
+            RuntimeError: gradients of manual optimization are not those of all replicas.
+        """
+        manual = self.engine.manual
+
+        def checked() -> Any:
+            result = closure()
+            if manual is not None:
+                manual.check(p for group in optimizer.param_groups for p in group["params"])
+            return result
+
+        result = super().optimizer_step(optimizer, checked, model, **kwargs)
+        self.engine.refresh_weights()
+        return result
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Within, a batch is one of several that accumulate, and not the last."""
+        """Within, a batch (in manual optimization a backward) is one of several that accumulate, and not the last."""
         self._blocks_sync = True
         try:
             yield
@@ -464,6 +613,13 @@ class PTDPStrategy(ParallelStrategy):
         """Predict a batch."""
         return self._evaluate("predict_step", self.precision.predict_step_context, args, kwargs)
 
+    def on_predict_end(self) -> None:
+        """Give the ranks of replica 0 all predictions, where they are returned."""
+        loop = self._module.trainer.predict_loop
+        if loop.return_predictions:
+            predictions = [loop.predictions] if loop.num_dataloaders == 1 else loop.predictions
+            join_predictions(predictions, loaders.leaves(self._module.trainer.predict_dataloaders), self.groups)
+
     def _evaluate(self, name: str, context: Context, args: Any, kwargs: Any) -> Any:
         at = self._progress
         if at.batch_idx == 0:
@@ -479,8 +635,17 @@ class PTDPStrategy(ParallelStrategy):
             joins_replicas=name != "predict_step",
         )
 
-    def _gradient_norm(self, parameters: list[nn.Parameter]) -> Tensor:
+    def gradient_norm(self) -> Tensor:
+        """The norm of the finished gradients over the whole model, for hooks before a step; every rank must call it."""
+        return self._norm_of(self._stepped())
+
+    def _norm_of(self, parameters: list[nn.Parameter]) -> Tensor:
         return self.engine.gradient_norm(self._module, parameters)
+
+    def _check_edits(self) -> None:
+        if self._sample is not None:
+            check_scaled_alike(self._sample, self.groups.replica, self.groups.topology.replica_ranks(self.groups.at))
+            self._sample = None
 
     # -- collectives of Lightning ------------------------------------------------------------------------------------
 
@@ -511,8 +676,13 @@ class PTDPStrategy(ParallelStrategy):
         return bool(collectives.all_reduce_(vote, world(), collectives.MIN if all else collectives.MAX))
 
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
-        """Gather over the replicas."""
-        return super().all_gather(tensor, group=group or self.groups.data, sync_grads=sync_grads)
+        """Gather over the replicas: [d, ...]; Lightning passes the world where the user passed nothing.
+
+        sync_grads: sum the gradients of all into each one's own.
+        """
+        chosen = self.groups.data if group in (None, dist.group.WORLD) else group
+        with nullcontext() if sync_grads else torch.no_grad():
+            return collectives.gather_to(tensor[None], chosen, 0)
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
@@ -548,10 +718,14 @@ class PTDPStrategy(ParallelStrategy):
         self._refuse_after_failure()
         return self._held_state()
 
+    def whole_state_dict(self) -> dict[str, Any]:
+        """The plain module's state in the memory of global rank 0, empty elsewhere; every rank must call this."""
+        return gather_module(self._module.state_dict(), self._local_state(), self.groups)
+
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """What this rank holds of the plain optimizer's state, by names of parameters; every rank must save."""
         plain = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-        names = self._optimizer_names[self.optimizers.index(plain)]
+        names = self._group_names()[self.optimizers.index(plain)]
         return self._local_state().optimizer_state(plain, names, self.engine.held_names(self._module))
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
@@ -620,13 +794,14 @@ class PTDPStrategy(ParallelStrategy):
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load this rank's part of plain optimizers' states."""
+        tell_restored(self._module.trainer, self._module, self.whole_model)
         local, name_of = self._local_state(), self.engine.held_names(self._module)
         states = checkpoint["optimizer_states"]
-        for optimizer, names, given in zip(self.optimizers, self._optimizer_names, states, strict=True):
+        for optimizer, names, given in zip(self.optimizers, self._group_names(), states, strict=True):
             optimizer.load_state_dict(local.take_optimizer(given, optimizer, names, name_of))
 
     def _refuse_after_failure(self) -> None:
-        if self._module.trainer.interrupted:
+        if self._module.trainer.interrupted and self.world_size > 1:
             if self._board is not None:  # a callback that saves now ends the Trainer before it tells the strategy
                 failure = sys.exc_info()[1]
                 if failure is not None:
@@ -653,8 +828,12 @@ class PTDPStrategy(ParallelStrategy):
             self._board.__exit__()
         if self._steps is not None:
             self._steps.close()
+        if self._loading is not None:
+            self._loading.remove()
+        if self.lightning_module is not None:
+            release(callbacks_of(self._module.trainer))
         if self._engine is not None:
-            self._engine.release()
+            self._engine.close()
         super().teardown()
 
 

@@ -33,6 +33,11 @@ class Topology:
         """Number of ranks, t * p * d."""
         return self.tensor_parallel_size * self.pipeline_parallel_size * self.data_parallel_size
 
+    @property
+    def replica_size(self) -> int:
+        """Number of ranks that together hold the model once."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
     def coordinate(self, rank: int) -> Coordinate:
         """The position of a global rank."""
         rest, tensor = divmod(rank, self.tensor_parallel_size)

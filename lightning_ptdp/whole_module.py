@@ -7,13 +7,15 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import Callback, ModelSummary, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import ModelSummary
 from torch import Tensor, nn
 
-from lightning_ptdp.comm.collectives import broadcast_, gather_objects
+from lightning_ptdp.callbacks import callbacks_of
+from lightning_ptdp.comm.collectives import broadcast_
 from lightning_ptdp.comm.groups import Groups
-from lightning_ptdp.topology import Topology
+from lightning_ptdp.preflight import differing_items, gather_differing
 
+_SUMMARIES = "_ptdp_summaries"
 _CHUNK = 1 << 18  # elements that are summed at once, so that a big table needs no second copy
 
 log = logging.getLogger(__name__)
@@ -34,58 +36,44 @@ class _Summary:
         return self._data
 
 
-def pin_summaries(trainer: pl.Trainer, module: pl.LightningModule) -> None:
-    """Let summary callbacks describe the whole module, not this rank's part."""
-    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by Lightning's connector
-    for callback in callbacks:
-        if isinstance(callback, ModelSummary) and callback._max_depth:
-            summary = _Summary(callback._summary(trainer, module))
-            callback._summary = lambda *_, summary=summary: summary  # type: ignore[method-assign]
+def pin_summaries(trainer: pl.Trainer, module: pl.LightningModule, *, is_whole: bool) -> bool:
+    """Let summary callbacks describe the whole module, not this rank's part; returns whether there are any.
 
-
-def refused_callbacks(trainer: pl.Trainer, topology: Topology) -> list[str]:
-    """Callbacks that copy the whole module before it is split, and then meet parts of it: a sentence each."""
-    if topology.tensor_parallel_size * topology.pipeline_parallel_size == 1:
-        return []
-    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by Lightning's connector
-    return [
-        f"{type(callback).__name__} averages copies of the whole module, and a rank holds a part of it; leave it out, "
-        "or use tensor_parallel_size=1 and pipeline_parallel_size=1"
-        for callback in callbacks
-        if isinstance(callback, WeightAveraging | StochasticWeightAveraging)
+    is_whole: False for a module that an earlier run has split: its summary is the one that was worked out then, of the
+    same depth where there was one.
+    """
+    known: dict[int, _Summary] = module.__dict__.setdefault(_SUMMARIES, {})
+    active = [
+        callback for callback in callbacks_of(trainer) if isinstance(callback, ModelSummary) and callback._max_depth
     ]
+    for callback in active:
+        if is_whole:
+            known[callback._max_depth] = _Summary(callback._summary(trainer, module))
+        summary = known.get(callback._max_depth, next(iter(known.values()), None))
+        if summary is not None:
+            callback._summary = lambda *_, summary=summary: summary  # type: ignore[method-assign]
+    return bool(active)
 
 
 def agree_on_weights(module: nn.Module, groups: Groups) -> None:
     """Give every rank the values of rank 0, where they differ: processes that drew other numbers built other weights.
 
-    Raises:
-        ValueError: ranks hold parameters or buffers of other names, shapes or dtypes.
+    The ranks' modules must have the same parameters and buffers, as `preflight` sees to.
     """
+    if groups.world.size() == 1:
+        return
     tensors = dict(module.named_parameters()) | dict(module.named_buffers())
     with torch.no_grad():
-        mine = [(name, tuple(t.shape), str(t.dtype), _checksum(t)) for name, t in tensors.items()]
-        everyone = gather_objects(mine, groups.world)
-        for rank, theirs in enumerate(everyone):
-            for own, other in zip(everyone[0], theirs, strict=False):
-                if own[:3] != other[:3]:
-                    raise ValueError(
-                        f"all ranks must build the same module; rank 0 has {own[:3]} where rank {rank} has {other[:3]}"
-                    )
-            if len(everyone[0]) != len(theirs):
-                raise ValueError(
-                    f"all ranks must build the same module; rank 0 has {len(everyone[0])} parameters and buffers, rank "
-                    f"{rank} {len(theirs)}"
-                )
-        different = [own[0] for i, own in enumerate(everyone[0]) if any(theirs[i][3] != own[3] for theirs in everyone)]
-        if not different:
+        mine = {name: repr(_checksum(tensor)) for name, tensor in tensors.items()}
+        differing = list(differing_items(gather_differing({"values": mine}, groups.world).get("values", ())))
+        if not differing:
             return
         log.info(
             "initial values of %d tensors differ between ranks (%s, ...): those of rank 0 are taken",
-            len(different),
-            different[0],
+            len(differing),
+            differing[0],
         )
-        for name in different:
+        for name in differing:
             broadcast_(tensors[name].data, 0, groups.world)
 
 

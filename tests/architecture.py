@@ -33,8 +33,9 @@ def _unit(layer: int, ours: str = "", outside: str = "") -> Unit:
 _PURE = "config topology schedule"
 _COMPUTE = "comm kernels batch loss_weight outputs data_parallel tensor_parallel pipeline recompute"
 _FRONT = (
-    f"engine checkpoint planner {_PURE} comm batch exchange failure outputs precision loaders logging metrics progress "
-    "whole_module layout steps strategy check tensor_parallel.random"
+    f"engine checkpoint planner {_PURE} comm batch exchange failure outputs precision loaders logging log_calls "
+    "hook_logs metrics progress predictions stage_state stopping whole_module layout steps strategy check callbacks "
+    "averages holdings parameter_groups preflight inventory refusals tensor_parallel.random"
 )
 
 UNITS: dict[str, Unit] = {
@@ -43,12 +44,15 @@ UNITS: dict[str, Unit] = {
     "schedule": _unit(0),
     "planner": _unit(1, _PURE, "yaml"),
     "kernels": _unit(1, "", "torch"),
-    "comm": _unit(1, _PURE, "torch"),
-    "outputs": _unit(1, "", "torch"),
+    "comm": _unit(1, _PURE, "torch numpy"),
+    "outputs": _unit(1, "", "torch numpy"),
     "batch": _unit(1, "", "torch"),
     "loss_weight": _unit(1, "", "torch"),
+    "parameter_groups": _unit(1, "", "torch"),
     "exchange": _unit(2, f"comm {_PURE}", "torch"),
     "failure": _unit(2, f"comm {_PURE}", "torch"),
+    "preflight": _unit(2, "comm", "torch"),
+    "probe": _unit(2, "", "torch"),
     "tensor_parallel": _unit(2, f"comm kernels {_PURE}", "torch numpy"),
     "data_parallel": _unit(2, f"comm kernels {_PURE}", "torch"),
     "pipeline": _unit(2, f"comm {_PURE}", "torch"),
@@ -60,15 +64,25 @@ UNITS: dict[str, Unit] = {
     "loaders": _unit(4, f"data_parallel.sampler {_FRONT}", "torch lightning"),
     "logging": _unit(4, _FRONT, "torch lightning torchmetrics"),
     "metrics": _unit(4, _FRONT, "torch lightning torchmetrics"),
+    "log_calls": _unit(4, _FRONT, "torch lightning torchmetrics"),
+    "hook_logs": _unit(4, _FRONT, "torch lightning torchmetrics"),
     "progress": _unit(4, _FRONT, "torch lightning"),
+    "stage_state": _unit(4, _FRONT, "torch lightning numpy"),
+    "predictions": _unit(4, f"data_parallel.sampler {_FRONT}", "torch lightning"),
     "whole_module": _unit(4, _FRONT, "torch lightning"),
+    "callbacks": _unit(4, _FRONT, "torch lightning"),
+    "averages": _unit(4, _FRONT, "torch lightning"),
+    "holdings": _unit(4, _FRONT, "torch"),
+    "inventory": _unit(4, f"__init__ {_FRONT}", "torch lightning torchmetrics"),
+    "refusals": _unit(4, f"probe {_FRONT}", "torch lightning"),
     "steps": _unit(4, _FRONT, "torch lightning"),
-    "strategy": _unit(4, _FRONT, "torch lightning"),
-    "check": _unit(4, _FRONT, "torch lightning"),
+    "check": _unit(4, f"{_FRONT} pipeline.partition tensor_parallel.shard", "torch lightning numpy"),
+    "stopping": _unit(4, _FRONT, "lightning"),
+    "strategy": _unit(4, f"data_parallel.scaling {_FRONT}", "torch lightning"),
     "nn": _unit(2, "kernels", "torch"),
     "data": _unit(2, "", "torch lightning datasets tokenizers numpy rich"),
     "compat": _unit(2, "kernels", "torch"),
-    "recipes": _unit(3, "nn data", "torch lightning"),
+    "recipes": _unit(3, "nn data", "torch lightning torchmetrics"),
     "cli": _unit(
         5,
         f"__init__ {_FRONT} kernels data recipes",

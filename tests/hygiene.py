@@ -13,6 +13,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+
+def _leave_function_modes(number: int) -> None:
+    while torch._C._len_torch_function_stack() > number:
+        torch._C._pop_torch_function_stack()
+
+
 # Settings of torch that outlive the code that sets them: name -> (read, write).
 SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "default dtype": (torch.get_default_dtype, torch.set_default_dtype),
@@ -20,6 +26,7 @@ SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "deterministic algorithms": (torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),
     "gradient mode": (torch.is_grad_enabled, torch.set_grad_enabled),
     "number of threads": (torch.get_num_threads, torch.set_num_threads),
+    "number of function modes": (torch._C._len_torch_function_stack, _leave_function_modes),
 }
 
 # Variables that others set as they work, so that a change of them says nothing about the test: restored in silence.

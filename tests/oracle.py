@@ -134,11 +134,12 @@ def train(make: Make, batches: Any, trainer: dict[str, Any], strategy: dict[str,
 
 
 def quiet_trainer(strategy: PTDPStrategy | str, **arguments: Any) -> pl.Trainer:
-    """A Trainer in a world of the pool: one epoch, and nothing printed or written."""
+    """A Trainer in a world of the pool, or alone in this process: one epoch, and nothing printed or written."""
+    is_in_pool = torch.distributed.is_initialized()
     usual: dict[str, Any] = {
         "accelerator": "cpu",
-        "devices": torch.distributed.get_world_size(),
-        "plugins": [PoolEnvironment()],
+        "devices": torch.distributed.get_world_size() if is_in_pool else 1,
+        "plugins": [PoolEnvironment()] if is_in_pool else [],
         "max_epochs": 1,
         "logger": False,
         "enable_checkpointing": False,
@@ -146,6 +147,14 @@ def quiet_trainer(strategy: PTDPStrategy | str, **arguments: Any) -> pl.Trainer:
         "enable_model_summary": False,
     }
     return pl.Trainer(strategy=strategy, **(usual | arguments))
+
+
+def whole_state(trainer: pl.Trainer) -> dict[str, Any]:
+    """The whole module's state on rank 0, under any strategy."""
+    strategy = trainer.strategy
+    if isinstance(strategy, PTDPStrategy):
+        return strategy.whole_state_dict()
+    return strategy.lightning_module_state_dict()
 
 
 class ReplicaBatches(pl.LightningDataModule):

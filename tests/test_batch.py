@@ -4,7 +4,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from lightning_ptdp.batch import num_samples, split
+from lightning_ptdp.batch import Microbatch, num_samples, split
 
 Pair = namedtuple("Pair", ["x", "y"])
 
@@ -107,3 +107,15 @@ def test_signature_tells_shapes_and_dtypes_apart():
     assert base != signature({"x": torch.zeros(2, 4)})
     assert base != signature({"x": torch.zeros(2, 3, dtype=torch.long)})
     assert base != signature({"y": torch.zeros(2, 3)})
+
+
+def test_copy_may_be_changed_in_place():
+    batch = {"x": torch.zeros(2, 3), "names": ["a", "b"], "pair": (torch.ones(2), 7)}
+    copy = Microbatch(0, batch, 2).copy()
+    copy.batch["pair"][0].add_(1)
+    copy.batch["names"].append("c")
+    copy.batch.pop("x").add_(1)
+    assert torch.equal(batch["x"], torch.zeros(2, 3))
+    assert batch["names"] == ["a", "b"]
+    assert torch.equal(batch["pair"][0], torch.ones(2))
+    assert (copy.index, copy.num_samples, copy.batch["pair"][1]) == (0, 2, 7)

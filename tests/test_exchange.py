@@ -88,3 +88,46 @@ def test_numbers_cross_in_full_precision():
     value = 0.1 + 2**-50
     (found,), _ = run_spmd(share, world_size=2, p=2, d=1, by_replica=[[report(logged(value))]])
     assert found.logged[0].value == value
+
+
+def agree(t, p, d, by_rank):
+    """What each rank is told of a hook in which rank r logged by_rank[r]."""
+    groups = Groups.create(Topology(t, p, d), "cpu")
+    found = Exchange(groups).agree(by_rank[groups.rank])
+    groups.destroy()
+    return found
+
+
+def test_tensor_peers_take_the_word_of_the_first():
+    results = run_spmd(share_apart, world_size=2)
+    assert [found.logged[0].value for found in results] == [1.0, 1.0]
+
+
+def share_apart():
+    groups = Groups.create(Topology(2, 1, 1), "cpu")
+    found = Exchange(groups).share(report(logged(1.0 + groups.at.tensor)))
+    groups.destroy()
+    return found
+
+
+def test_hooks_that_log_alike_keep_their_own_and_merge_what_is_synced():
+    by_rank = [(logged(float(rank)), logged(float(rank), name="own", is_synced=False)) for rank in range(2)]
+    told = run_spmd(agree, t=1, p=1, d=2, by_rank=by_rank)
+    assert [[value.value for value in found] for found in told] == [[0.5, 0.0], [0.5, 1.0]]
+
+
+def test_key_of_one_rank_reaches_its_replica_and_all_if_it_is_synced():
+    by_rank = [(logged(3.0), logged(4.0, name="own", is_synced=False)), (), (), ()]
+    told = run_spmd(agree, world_size=4, t=1, p=2, d=2, by_rank=by_rank)
+    names = [{value.key.name: value.value for value in found} for found in told]
+    assert names == [{"loss": 3.0, "own": 4.0}, {"loss": 3.0}] * 2
+
+
+def test_ranks_that_differ_are_told_in_one_order():
+    first, second = logged(1.0, name="first"), logged(2.0, name="second")
+    told = run_spmd(agree, world_size=2, t=1, p=2, d=1, by_rank=[(second,), (first, second)])
+    assert [[value.key.name for value in found] for found in told] == [["second", "first"]] * 2
+
+
+def test_hook_in_which_nobody_logs_ends_with_nothing():
+    assert run_spmd(agree, t=2, p=1, d=1, by_rank=[(), ()]) == [(), ()]

@@ -3,7 +3,9 @@ import pytest
 import torch
 from torchmetrics import MeanMetric
 
-from lightning_ptdp.logging import ALREADY_SYNCED, LogRecorder
+from lightning_ptdp.log_calls import ALREADY_SYNCED, LogCalls
+from lightning_ptdp.logging import LogRecorder
+from lightning_ptdp.metrics import StepMetrics
 
 CPU = torch.device("cpu")
 
@@ -19,16 +21,24 @@ class Noted(pl.LightningModule):
         self.calls.append((name, value, kwargs))
 
 
+def recorder_of(module):
+    calls, metrics = LogCalls(module), StepMetrics(module)
+    return LogRecorder(module, calls, metrics), calls, metrics
+
+
 def step(*microbatches, weights=None, sizes=None, counts=True):
     """What Lightning's `log` gets for a step, whose microbatches each are a function of the module."""
     module = Noted()
-    recorder = LogRecorder(module)
+    recorder, calls, metrics = recorder_of(module)
     with recorder.recording():
         for i, microbatch in enumerate(microbatches):
-            with recorder.microbatch(i, sizes[i] if sizes else 1, keep=True):
+            with (
+                recorder.microbatch(i, sizes[i] if sizes else 1, keep=True),
+                metrics.microbatch(counts=len(microbatches) > 1),
+            ):
                 microbatch(module)
         merged = recorder.merged(weights or [1.0] * len(microbatches), counts=counts)
-    recorder.replay(merged, CPU)
+    calls.replay(merged, CPU)
     return module.calls
 
 
@@ -82,7 +92,7 @@ def test_wide_values_stay_wide_and_whole_numbers_become_floats():
 
 def test_what_does_not_count_has_no_samples():
     module = Noted()
-    recorder = LogRecorder(module)
+    recorder, _, _ = recorder_of(module)
     with recorder.recording():
         with recorder.microbatch(0, 5, keep=True):
             module.log("x", 1.0)
@@ -92,7 +102,7 @@ def test_what_does_not_count_has_no_samples():
 
 def test_calls_of_a_stage_below_the_last_are_dropped():
     module = Noted()
-    recorder = LogRecorder(module)
+    recorder, _, _ = recorder_of(module)
     with recorder.recording():
         with recorder.microbatch(0, 1, keep=False):
             module.log("x", 1.0)
@@ -101,7 +111,7 @@ def test_calls_of_a_stage_below_the_last_are_dropped():
 
 def test_outside_a_step_and_after_the_run_log_is_lightnings_own():
     module = Noted()
-    recorder = LogRecorder(module)
+    recorder, _, _ = recorder_of(module)
     module.log("between", 1.0)
     recorder.detach()
     module.log("after", 2.0)

@@ -1,10 +1,10 @@
 import pytest
 import torch
 from torch import nn
-from torchmetrics import CatMetric, MeanMetric
+from torchmetrics import CatMetric, MaxMetric, MeanMetric
 
 from lightning_ptdp.comm.groups import Groups
-from lightning_ptdp.metrics import connect_metrics, frozen_metrics
+from lightning_ptdp.metrics import StepMetrics, connect_metrics, frozen_metrics
 from lightning_ptdp.topology import Topology
 from tests.spmd import run_spmd
 
@@ -96,3 +96,34 @@ def update_in_vain(module):
     with frozen_metrics(module):
         module.all.update(9.0)
         raise RuntimeError("not a number")
+
+
+class Spread(nn.Module):
+    """Metrics of which a mean of values is no value."""
+
+    def __init__(self):
+        super().__init__()
+        self.most, self.mean = MaxMetric(), MeanMetric()
+        self.ratio = self.most / self.mean
+
+
+def test_value_of_a_step_is_that_of_all_its_microbatches():
+    module = Spread()
+    steps = StepMetrics(module)
+    for parts, expected in (((1.0, 3.0), 3.0 / 2.0), ((8.0, 4.0), 8.0 / 6.0)):
+        steps.start()
+        for value in parts:
+            with steps.microbatch(counts=True):
+                module.ratio(value)
+        assert steps.value("ratio", default=torch.zeros(())).item() == pytest.approx(expected)
+
+
+def test_metric_that_a_step_did_not_call_has_the_default():
+    module = Spread()
+    steps = StepMetrics(module)
+    module.ratio(1.0)
+    assert steps.value("ratio", default=torch.tensor(7.0)).item() == 7.0
+    steps.close()
+    with steps.microbatch(counts=True):
+        module.ratio(1.0)
+    assert steps.value("ratio", default=torch.tensor(7.0)).item() == 7.0

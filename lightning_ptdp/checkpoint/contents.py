@@ -11,6 +11,7 @@ from lightning_ptdp.checkpoint.folder import Keys
 from lightning_ptdp.checkpoint.local_state import LocalState
 from lightning_ptdp.checkpoint.rectangles import Placed
 from lightning_ptdp.checkpoint.share import share_out
+from lightning_ptdp.checkpoint.single import gather_whole
 from lightning_ptdp.comm.collectives import gather_objects
 from lightning_ptdp.comm.groups import Groups
 
@@ -43,6 +44,10 @@ def contents_of(checkpoint: Mapping[str, Any], local: LocalState, groups: Groups
     """
     rest = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
     tensors, objects = local.module_entries(checkpoint["state_dict"])
+    for key in [key for key, value in rest.items() if _is_of_the_model(value, local.names)]:
+        more, others = local.module_entries(rest.pop(key), top=key)
+        tensors |= more
+        objects |= others
     for number, state in enumerate(checkpoint.get("optimizer_states", ())):
         more, others = local.optimizer_entries(number, state)
         tensors |= more
@@ -52,18 +57,33 @@ def contents_of(checkpoint: Mapping[str, Any], local: LocalState, groups: Groups
     return Contents(*share_out(tensors, objects, groups), rest, local.names)
 
 
+def _is_of_the_model(value: Any, names: Sequence[str]) -> bool:
+    """Whether a value of a checkpoint is another state of the module, such as one before averaging."""
+    return isinstance(value, Mapping) and bool(value) and set(value) <= set(names)
+
+
+def gather_module(state: Mapping[str, Any], local: LocalState, groups: Groups) -> dict[str, Any]:
+    """A whole state of the module in the memory of rank 0, of the parts of all; empty elsewhere."""
+    tensors, objects = share_out(*local.module_entries(state), groups)
+    return gather_whole(tensors, objects, lambda values: _in_order(values, "model", local.names))
+
+
 def plain_checkpoint(rest: Mapping[str, Any], order: Sequence[str], values: Mapping[Keys, Any]) -> dict[str, Any]:
     """The nested dict of one process, of all values by their keys: an optimizer's parameters have numbers there."""
-    places = {name: i for i, name in enumerate(order)}
-    model = {str(keys[1]): value for keys, value in values.items() if keys[0] == "model"}
-    checkpoint = {
-        **rest,
-        "state_dict": {name: model[name] for name in sorted(model, key=lambda n: places.get(n, len(places)))},
-    }
+    checkpoint = {**rest, "state_dict": _in_order(values, "model", order)}
+    others = {str(keys[0]) for keys in values if keys[0] != "model" and len(keys) == 2 and keys[1] in order}
+    checkpoint |= {top: _in_order(values, top, order) for top in sorted(others)}
     optimizers = [keys[0] for keys in values if keys[1:] == ("param_groups",)]
     if optimizers:
         checkpoint["optimizer_states"] = [_plain_optimizer(str(top), values) for top in sorted(optimizers, key=_number)]
     return checkpoint
+
+
+def _in_order(values: Mapping[Keys, Any], top: str, order: Sequence[str]) -> dict[str, Any]:
+    """The values below a first key, in the order of the plain module; those that it has not come last."""
+    places = {name: i for i, name in enumerate(order)}
+    found = {str(keys[1]): value for keys, value in values.items() if keys[0] == top}
+    return {name: found[name] for name in sorted(found, key=lambda name: places.get(name, len(places)))}
 
 
 def _number(top: str | int) -> int:

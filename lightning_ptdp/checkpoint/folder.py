@@ -10,6 +10,7 @@ sizes; which rank wrote what part is of no interest to a reader.
 from __future__ import annotations
 
 import io
+import re
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -91,7 +92,7 @@ class _SavePlanner(dcp.DefaultSavePlanner):
 
         def place(key: str) -> tuple[bool, str, int]:
             top, *rest = paths[key]
-            name = rest[0] if top == "model" else rest[1] if len(rest) > 1 else ""
+            name = rest[0] if len(rest) == 1 else rest[1]
             return top != "model", str(top), places.get(str(name), len(places))
 
         found = {key: metadata.state_dict_metadata[key] for key in sorted(metadata.state_dict_metadata, key=place)}
@@ -205,6 +206,10 @@ class Folder:
     def tops(self) -> list[str]:
         """The first keys: "model", "optimizer_0", ..."""
         return sorted({str(path[0]) for path, _ in self._below(())})
+
+    def other_states(self) -> list[str]:
+        """First keys of further states of the module, such as one before averaging."""
+        return [top for top in self.tops() if top != "model" and not re.fullmatch(r"optimizer_\d+", top)]
 
     def tensors(self, *prefix: str) -> dict[Keys, Stored]:
         """Tensors below a prefix of keys, by what follows it."""

@@ -51,9 +51,14 @@ class LocalState:
 
     # -- the module ------------------------------------------------------------------------------------------------
 
-    def module_entries(self, state: Mapping[str, Any]) -> tuple[dict[Keys, Placed], dict[Keys, Any]]:
-        """Tensors and other values of a module's state that this rank holds, by their place in a checkpoint."""
-        tensors, objects = _split({("model", name): value for name, value in state.items()})
+    def module_entries(
+        self, state: Mapping[str, Any], top: str = "model"
+    ) -> tuple[dict[Keys, Placed], dict[Keys, Any]]:
+        """Tensors and other values of a module's state that this rank holds, by their place in a checkpoint.
+
+        top: their first key there.
+        """
+        tensors, objects = _split({(top, name): value for name, value in state.items()})
         return {
             keys: self._place_in_module(str(keys[1]), tensor).of(tensor) for keys, tensor in tensors.items()
         }, objects
@@ -72,6 +77,15 @@ class LocalState:
         objects: list[Keys] = [("model", *name) for name in folder.objects("model")]
         found = {str(keys[1]): value for keys, value in folder.read(placed, objects).items()}
         return {**tensors, **strange, **found}
+
+    def read_other(self, folder: Folder, top: str, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Another state of the module in a checkpoint, under the first key `top`, what this rank holds of it."""
+        stored = {str(name): found for (name,), found in folder.tensors(top).items() if name in state}
+        places = {name: self._place_in_module(name, state[name]) for name in stored}
+        tensors = {name: torch.empty(places[name].shape, dtype=found.dtype) for name, found in stored.items()}
+        placed: dict[Keys, Placed] = {(top, name): places[name].of(tensor) for name, tensor in tensors.items()}
+        found = folder.read(placed, [(top, *keys) for keys in folder.objects(top)])
+        return {**tensors, **{str(keys[1]): value for keys, value in found.items()}}
 
     def take_module(self, given: Mapping[str, Any], state: Mapping[str, Any]) -> dict[str, Any]:
         """What this rank holds of a state that is given whole, or as `read_module` returned it."""

@@ -105,6 +105,7 @@ class Store:
             folder = Folder(where)
             loaded.update(folder.meta(weights_only=weights_only))
             loaded["state_dict"] = local.read_module(folder, module)
+            loaded.update({top: local.read_other(folder, top, module) for top in folder.other_states()})
             if folder.objects("optimizer_0"):
                 loaded["optimizer_states"] = [local.read_optimizer(folder, i) for i in range(num_optimizers)]
 

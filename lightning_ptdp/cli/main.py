@@ -15,10 +15,15 @@ from .terminal import say
 
 @dataclass(frozen=True)
 class Command:
-    """A subcommand: what the overview says of it, and the function behind it as "module:name"."""
+    """A subcommand: what the overview says of it, and the function behind it as "module:name".
+
+    parses_itself: the function takes the list of arguments and returns the exit status; else its signature is the
+    options.
+    """
 
     summary: str
     target: str
+    parses_itself: bool = False
 
 
 TRAINER_COMMANDS = {
@@ -28,6 +33,9 @@ TRAINER_COMMANDS = {
     "predict": "run its prediction",
 }
 COMMANDS = {
+    "check": Command(
+        "tell whether a layout computes what one process computes", "lightning_ptdp.cli.check:run", parses_itself=True
+    ),
     "generate": Command("continue a text with a trained recipe", "lightning_ptdp.cli.generate:generate"),
     "data": Command("prepare a corpus and count it", "lightning_ptdp.cli.corpus:prepare_corpus"),
     "recipes": Command("list the bundled configurations", "lightning_ptdp.cli.recipes:list_recipes"),
@@ -54,7 +62,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run_command(name: str, arguments: Sequence[str]) -> int:
     """Parse the arguments by the signature of the command's function, and call it."""
     module, function_name = COMMANDS[name].target.split(":")
-    function: Callable[..., None] = getattr(import_module(module), function_name)
+    function: Callable[..., Any] = getattr(import_module(module), function_name)
+    if COMMANDS[name].parses_itself:
+        status: int = function(arguments)
+        return status
     parser = ArgumentParser(prog=f"ptdp {name}", description=f"{COMMANDS[name].summary.capitalize()}.")
     parser.add_argument("--config", action="config", help="a YAML file with values for the options below")
     parser.add_function_arguments(function, as_group=False)

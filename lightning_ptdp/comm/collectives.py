@@ -14,13 +14,15 @@ into a caller's tensor unless its name ends in an underscore.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+
+from lightning_ptdp.comm.in_process import place_in
 
 SUM = dist.ReduceOp.SUM
 MAX = dist.ReduceOp.MAX
@@ -55,19 +57,19 @@ def summed_copy(tensor: Tensor, group: ProcessGroup) -> Tensor:
     return all_reduce_(tensor.clone(memory_format=torch.contiguous_format), group)
 
 
-def average_gradients(parameters: Iterable[nn.Parameter], group: ProcessGroup) -> None:
+def average_gradients(parameters: Iterable[nn.Parameter], fresh: Set[nn.Parameter], group: ProcessGroup) -> None:
     """Average the ``.grad`` of parameters over the group; where only some ranks have one, the others count as zero.
 
-    parameters: in an order that the ranks share.
+    parameters: in an order that the ranks share. fresh: those to average; what is so on any rank is on all.
     """
-    members = [parameter for parameter in parameters if parameter.requires_grad]
+    members = list(parameters)
     if group.size() == 1 or not members:
         return
-    flags = torch.tensor([parameter.grad is not None for parameter in members], dtype=torch.int32)
+    flags = torch.tensor([p in fresh and p.grad is not None for p in members], dtype=torch.int32)
     found = all_reduce_(flags, group, MAX).tolist()
     by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
-    for parameter, has_gradient in zip(members, found, strict=True):
-        if has_gradient:
+    for parameter, is_fresh in zip(members, found, strict=True):
+        if is_fresh:
             by_dtype.setdefault(parameter.dtype, []).append(parameter)
     for alike in by_dtype.values():
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in alike]
@@ -79,7 +81,7 @@ def average_gradients(parameters: Iterable[nn.Parameter], group: ProcessGroup) -
 def broadcast_(tensor: Tensor, source: int, group: ProcessGroup) -> Tensor:
     """Overwrite in place with the tensor of global rank `source`, and return it."""
     if group.size() > 1:
-        dist.broadcast(tensor, src=source, group=group)
+        dist.broadcast(tensor, group_src=place_in(group, source), group=group)
     return tensor
 
 
@@ -88,7 +90,7 @@ def broadcast_object(value: Any, source: int, group: ProcessGroup) -> Any:
     if group.size() == 1:
         return value
     box = [value]
-    dist.broadcast_object_list(box, src=source, group=group)
+    dist.broadcast_object_list(box, group_src=place_in(group, source), group=group)
     return box[0]
 
 
@@ -288,7 +290,8 @@ def gathered_to(part: Tensor, whole: Tensor, group: ProcessGroup, dim: int) -> T
 
     whole: what all parts make, without a graph.
     """
-    return _apply(_GatheredTo, part, whole, group, dim)
+    joined: Tensor = _apply(_GatheredTo, part, whole, group, dim)
+    return joined
 
 
 def reduce_scatter_from(tensor: Tensor, group: ProcessGroup, dim: int) -> Tensor:
@@ -296,6 +299,7 @@ def reduce_scatter_from(tensor: Tensor, group: ProcessGroup, dim: int) -> Tensor
     return tensor if group.size() == 1 else _apply(_ReduceScatterFrom, tensor, group, dim)
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # graphs of a compiler end here
 def _apply(function: type[torch.autograd.Function], *args: Any) -> Tensor:
     result = function.apply(*args)
     assert isinstance(result, Tensor)

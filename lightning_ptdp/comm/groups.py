@@ -60,7 +60,7 @@ class Groups:
 
     topology: Topology
     rank: int
-    mesh: DeviceMesh = field(repr=False)
+    mesh: DeviceMesh | None = field(repr=False)
     tensor: ProcessGroup = field(repr=False)
     data: ProcessGroup = field(repr=False)
     pipeline: ProcessGroup = field(repr=False)

@@ -9,6 +9,8 @@ The first time that a stage meets an input of new shapes it sends an `Envelope` 
 
 from __future__ import annotations
 
+import pickle
+import warnings
 from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
+
+from lightning_ptdp.comm.in_process import place_in
 
 
 @dataclass(frozen=True)
@@ -69,7 +73,7 @@ class Messenger:
         envelope = Envelope.of(tensors, extra)
         known = self._sent.get(key)
         if known is None:
-            dist.send_object_list([envelope], dst=destination, group=self._group, device=torch.device("cpu"))
+            self._send_object(envelope, destination)
             self._sent[key] = envelope
         elif known.tensors != envelope.tensors:
             raise RuntimeError(
@@ -81,9 +85,10 @@ class Messenger:
     def send_known(self, tensors: tuple[Tensor, ...], destination: int) -> None:
         """Start to send tensors whose shapes the receiver knows."""
         self._in_flight = [(work, tensor) for work, tensor in self._in_flight if not work.is_completed()]
+        place = place_in(self._group, destination)
         for tensor in tensors:
             whole = tensor.contiguous()
-            work = dist.isend(whole, dst=destination, group=self._group)
+            work = dist.isend(whole, group_dst=place, group=self._group)
             assert work is not None, "this rank is in the pipeline's group"
             self._in_flight.append((work, whole))
             self.bytes_sent += whole.nbytes
@@ -92,9 +97,7 @@ class Messenger:
         """Post the receive that meets the `send` under the same key."""
         envelope = self._received.get(key)
         if envelope is None:
-            box: list[Any] = [None]
-            dist.recv_object_list(box, src=source, group=self._group, device=torch.device("cpu"))
-            (envelope,) = box
+            envelope = self._receive_object(source)
             assert isinstance(envelope, Envelope), "both ranks of a pair issue their messages in the same order"
             self._received[key] = envelope
         return self.receive_known(source, envelope)
@@ -102,12 +105,31 @@ class Messenger:
     def receive_known(self, source: int, envelope: Envelope) -> Arriving:
         """Post the receive of tensors whose shapes are known."""
         tensors = tuple(torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype in envelope.tensors)
-        works = []
+        works, place = [], place_in(self._group, source)
         for tensor in tensors:
-            work = dist.irecv(tensor, src=source, group=self._group)
+            work = dist.irecv(tensor, group_src=place, group=self._group)
             assert work is not None, "this rank is in the pipeline's group"
             works.append(work)
         return Arriving(envelope, tensors, tuple(works))
+
+    def _send_object(self, value: Any, destination: int) -> None:
+        """Send a picklable object from the host: its length ahead, then its bytes."""
+        content = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        for tensor in (torch.tensor([len(content)]), content):
+            dist.send(tensor, group_dst=place_in(self._group, destination), group=self._group)
+
+    def _receive_object(self, source: int) -> Any:
+        (length,) = self._receive_on_host(torch.empty(1, dtype=torch.int64), source).tolist()
+        content = self._receive_on_host(torch.empty(length, dtype=torch.uint8), source).numpy().tobytes()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # of torch 2.13, at unpickling its own LeafSpec
+            return pickle.loads(content)
+
+    def _receive_on_host(self, tensor: Tensor, source: int) -> Tensor:
+        work = dist.irecv(tensor, group_src=place_in(self._group, source), group=self._group)
+        assert work is not None, "this rank is in the pipeline's group"
+        work.wait()
+        return tensor
 
     def flush(self) -> None:
         """Wait until everything sent is gone."""

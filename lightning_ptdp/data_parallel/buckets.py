@@ -81,19 +81,23 @@ class GradientBuffers:
         owners: pipeline ranks of those that several own; they lie apart, in the same places on each owner.
         replicas: that own equal slices of what is reduced, where gradients are reduced by `reduce_to_slices`.
         """
-        self._owners, self._replicas = owners, replicas
+        self._replicas = replicas
         self._parameters: tuple[nn.Parameter, ...] = ()
         self._fresh: tuple[_Buffer, ...] = ()
         self._summed: tuple[_Buffer, ...] = ()
         self._where: dict[nn.Parameter, tuple[_Buffer, int]] = {}
         self._is_collecting = False
         self._handles: list[RemovableHandle] = []
-        self.extend(parameters)
+        self.extend(parameters, owners)
 
-    def extend(self, parameters: Sequence[nn.Parameter]) -> None:
+    def extend(
+        self,
+        parameters: Sequence[nn.Parameter],
+        owners: Mapping[nn.Parameter, frozenset[int]] = MappingProxyType({}),
+    ) -> None:
         """Take in more parameters, between two accumulation windows; the others stay where they are."""
         self._parameters += tuple(parameters)
-        self._fresh += self._make(parameters)
+        self._fresh += self._make(parameters, owners)
         self._summed = self._fresh
         self._index()
         self._handles += [p.register_post_accumulate_grad_hook(self._adopt) for p in parameters]
@@ -118,6 +122,11 @@ class GradientBuffers:
         finally:
             self._is_collecting = False
             self._clear()
+
+    def forget_batch(self) -> None:
+        """Drop the gradients of the batch, as if nothing had given any."""
+        for buffer in self._fresh:
+            buffer.touched = [False] * len(buffer.parameters)
 
     def finish_batch(self, factor: float, *, is_first: bool, is_only: bool) -> None:
         """Multiply the batch's gradients by `factor` and add them to those of its accumulation window.
@@ -194,11 +203,13 @@ class GradientBuffers:
             handle.remove()
         self._clear()
 
-    def _make(self, parameters: Sequence[nn.Parameter]) -> tuple[_Buffer, ...]:
+    def _make(
+        self, parameters: Sequence[nn.Parameter], owners: Mapping[nn.Parameter, frozenset[int]]
+    ) -> tuple[_Buffer, ...]:
         """A buffer for each dtype and set of owners."""
         by_kind: dict[object, list[nn.Parameter]] = {}
         for parameter in parameters:
-            by_kind.setdefault((parameter.dtype, self._owners.get(parameter)), []).append(parameter)
+            by_kind.setdefault((parameter.dtype, owners.get(parameter)), []).append(parameter)
         return tuple(_Buffer(members, self._replicas) for members in by_kind.values())
 
     def _like(self, buffers: Sequence[_Buffer]) -> tuple[_Buffer, ...]:

@@ -44,19 +44,20 @@ class Main:
 class MainWeights:
     """The main weights of the parameters in gradient buffers."""
 
-    def __init__(self, buffers: GradientBuffers, replicas: ProcessGroup | None) -> None:
-        """replicas: the group that shards them; None where each replica steps all."""
+    def __init__(
+        self, buffers: GradientBuffers, replicas: ProcessGroup | None, former: MainWeights | None = None
+    ) -> None:
+        """replicas: the group that shards them; None where each replica steps all. former: whose weights are kept."""
         self._buffers, self._replicas = buffers, replicas
         self._flat: list[tuple[Tensor, Tensor | None]] = []  # weights of a buffer, and the main weights of this slice
-        self._of: dict[nn.Parameter, Main] = {}
-        self._parameter_of: dict[nn.Parameter, nn.Parameter] = {}
+        self._of: dict[nn.Parameter, Main] = {} if former is None else dict(former._of)
+        self._parameter_of: dict[nn.Parameter, nn.Parameter] = {} if former is None else dict(former._parameter_of)
         self.extend(buffers.parameters)
 
     def extend(self, parameters: Sequence[nn.Parameter]) -> None:
         """Take in parameters that were added to the buffers."""
-        replicas = self._replicas
-        mains = self._sharded(parameters, replicas) if replicas is not None else map(_whole, parameters)
-        for main in mains:
+        replicas, added = self._replicas, [p for p in parameters if p not in self._of]
+        for main in self._sharded(added, replicas) if replicas is not None else map(_whole, added):
             self._of[main.parameter] = main
             self._parameter_of[main.weight] = main.parameter
 
@@ -87,11 +88,12 @@ class MainWeights:
 
     def publish(self) -> None:
         """Hand the reduced gradients to what the optimizer steps, as ``.grad``; None where there is none."""
-        for main in self._of.values():
-            gradient = self._buffers.gradient(main.parameter)
+        for main in self:
+            gradient = self._buffers.gradient(main.parameter) if main.parameter in self._buffers else None
             if gradient is not None and main.run is not None:
-                gradient = gradient.reshape(-1)[main.run.start : main.run.start + main.run.length]
-            main.weight.grad = gradient if main.weight.numel() or main.run is None else None
+                run = main.run
+                gradient = gradient.reshape(-1)[run.start : run.start + run.length] if run.length else None
+            main.weight.grad = gradient
 
     @torch.no_grad()
     def refresh(self) -> None:

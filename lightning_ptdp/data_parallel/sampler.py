@@ -1,9 +1,11 @@
-"""Which samples a replica evaluates: each exactly once, and as many batches on every replica."""
+"""Which samples and batches a replica evaluates or predicts: each exactly once."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sized
-from typing import Any
+from itertools import islice
+from math import ceil
+from typing import Any, Protocol
 
 from torch.utils.data import Sampler
 from torch.utils.data.distributed import DistributedSampler
@@ -14,29 +16,72 @@ class UnrepeatedSampler(Sampler[int]):
 
     Sample i of the epoch's order goes to replica i mod d. Replicas then differ by one sample at most. Where that would
     cost a replica its last batch, it keeps one repeated sample, alone in a batch that must not count (`ghost_batch`):
-    so that every replica takes part in as many steps, and joins every collective in them.
+    so that every replica takes part in as many steps, and joins every collective in them. Where batches that are not
+    full are dropped, those of all replicas together count as one batch, and there is no ghost.
     """
 
-    def __init__(self, sampler: DistributedSampler[Any], batch_size: int) -> None:
-        """batch_size: samples a batch, 1 if the loader does not batch."""
-        dataset = sampler.dataset
-        assert isinstance(dataset, Sized), "a DistributedSampler needs a dataset with a length"
+    def __init__(self, sampler: DistributedSampler[Any], batch_size: int | None, *, drop_last: bool = False) -> None:
+        """batch_size: samples a batch, None if that is not known and no sample may be repeated.
+
+        drop_last: whether the loader drops a batch that is not full.
+        """
         self.sampler = sampler
-        total, d, rank = len(dataset), sampler.num_replicas, sampler.rank
-        self._real = len(range(rank, total, d))
-        longest = len(range(0, total, d))
-        batches, most = -(-self._real // batch_size), -(-longest // batch_size)
-        self.ghost_batch: int | None = batches if batches < most else None
+        total, d, rank = _length(sampler), sampler.num_replicas, sampler.rank
+        if batch_size is not None and drop_last:
+            total -= total % (d * batch_size)
+        shares = [len(range(replica, total, d)) for replica in range(d)]
+        batches = [ceil(share / (batch_size or total or 1)) for share in shares]
+        self.replica, self._real = rank, shares[rank]
+        self.ghost_batches = [k if batch_size is not None and k < max(batches) else None for k in batches]
+
+    @property
+    def ghost_batch(self) -> int | None:
+        """The index of the batch that must not count on this replica; `ghost_batches` has those of all."""
+        return self.ghost_batches[self.replica]
 
     def __len__(self) -> int:
         return self._real + (self.ghost_batch is not None)
 
     def __iter__(self) -> Iterator[int]:
-        for position, index in enumerate(self.sampler):
-            if position == len(self):
-                return
-            yield index
+        return islice(self.sampler, len(self))
 
     def set_epoch(self, epoch: int) -> None:
         """As a `DistributedSampler` does."""
         self.sampler.set_epoch(epoch)
+
+
+def _length(sampler: DistributedSampler[Any]) -> int:
+    assert isinstance(sampler.dataset, Sized), "a DistributedSampler needs a dataset with a length"
+    return len(sampler.dataset)
+
+
+class Batches(Protocol):
+    """What draws batches, such as a `BatchSampler`."""
+
+    def __iter__(self) -> Iterator[Any]: ...
+
+    def __len__(self) -> int: ...
+
+
+class BatchShare:
+    """A replica's share of the batches that a sampler draws: batch i goes to replica i mod d, whole and unrepeated.
+
+    The last ones may lack a batch. The length is that of the longest share, so that a part of it is the same number on
+    every replica.
+    """
+
+    def __init__(self, batches: Batches, *, replica: int, num_replicas: int) -> None:
+        """batches: drawn in the same order by every replica."""
+        self.batches, self._replica, self._num_replicas = batches, replica, num_replicas
+
+    def __len__(self) -> int:
+        return ceil(len(self.batches) / self._num_replicas)
+
+    def __iter__(self) -> Iterator[Any]:
+        return islice(self.batches, self._replica, None, self._num_replicas)
+
+
+def interleave(shares: list[list[Any]]) -> list[Any]:
+    """What replicas made of their shares, in the order of the batches."""
+    longest = max(map(len, shares))
+    return [share[i] for i in range(longest) for share in shares if i < len(share)]

@@ -49,9 +49,9 @@ class HollowParameters:
         self.unregister()
 
     @property
-    def parameters(self) -> set[nn.Parameter]:
+    def parameters(self) -> frozenset[nn.Parameter]:
         """The hollow parameters."""
-        return {tensor for _, _, tensor in self._places if isinstance(tensor, nn.Parameter)}
+        return frozenset(tensor for _, _, tensor in self._places if isinstance(tensor, nn.Parameter))
 
     def unregister(self) -> None:
         """Turn the hollow tensors into plain attributes."""
@@ -87,6 +87,7 @@ class ShapeTwin:
         self._module = copy.deepcopy(module, memo)
         self._cache: dict[Any, tuple[list[Any], pytree.TreeSpec]] = {}
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # shapes are no work for a compiler
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the module would return, with the values left out; tensors are on the device of the first input."""
         leaves, spec = pytree.tree_flatten((args, kwargs))

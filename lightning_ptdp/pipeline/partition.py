@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
+import torch
 from torch import nn
 
 from lightning_ptdp.pipeline.blocks import find_blocks
@@ -97,7 +98,7 @@ def partition(
         ValueError: fewer blocks than stages, a split that does not add up, or names that do not exist.
     """
     path = find_blocks(module, blocks)
-    members = dict(module.get_submodule(path).named_children())
+    members = _members(module, path)
     costs = [module_cost(block) for block in members.values()]
     names = _place_outside(module, path, first=first, last=last, shared=shared)
     if split is not None:
@@ -127,6 +128,30 @@ def partition(
         last=tuple(names["last"]),
         shared=tuple(names["shared"]),
     )
+
+
+def _members(module: nn.Module, path: str) -> dict[str, nn.Module]:
+    """The blocks by their names in the list.
+
+    Raises:
+        ValueError: one module is in the list several times, or a block is compiled to TorchScript.
+    """
+    holder = module.get_submodule(path)
+    members = {name: child for name, child in holder._modules.items() if child is not None}
+    num_modules = len(set(members.values()))
+    if num_modules < len(members):
+        raise ValueError(
+            f"{path!r} lists {len(members)} blocks that are {num_modules} modules, and a block that runs "
+            "several times belongs to several stages; give each place a module of its own (their parameters may be "
+            "tied), or use pipeline_parallel_size=1"
+        )
+    scripted = [name for name, child in members.items() if isinstance(child, torch.jit.ScriptModule)]
+    if scripted:
+        raise ValueError(
+            f"blocks {scripted} of {path!r} are TorchScript, which no stage can enter or leave; use the plain modules "
+            "(torch.compile is fine), or pipeline_parallel_size=1"
+        )
+    return members
 
 
 def module_cost(module: nn.Module, name: str = "") -> float:

@@ -69,7 +69,7 @@ class Runtime:
         arriving = self._arriving.pop((Op.RECV_GRADIENT, action.stage, action.microbatch), None)
         gradients = None if arriving is None else arriving.wait()
         leaving = worker.backward(action.stage, action.microbatch, gradients)
-        if action.stage > 0:
+        if worker.sends_gradient(action.stage):
             self._leaving[Op.SEND_GRADIENT, action.stage, action.microbatch] = leaving
 
     def _send_activation(self, action: Action, _: StageWorker, key: Callable[[int], Hashable]) -> None:
@@ -90,13 +90,17 @@ class Runtime:
             self._peer(action.stage - 1), (action.stage - 1, key(action.microbatch))
         )
 
-    def _send_gradient(self, action: Action, _: StageWorker, __: Callable[[int], Hashable]) -> None:
+    def _send_gradient(self, action: Action, worker: StageWorker, _: Callable[[int], Hashable]) -> None:
+        if not worker.sends_gradient(action.stage):
+            return
         gradients = self._leaving.pop((Op.SEND_GRADIENT, action.stage, action.microbatch))
         assert isinstance(gradients, tuple), "a backward leaves gradients"
         self._messenger.send_known(gradients, self._peer(action.stage - 1))
 
-    def _receive_gradient(self, action: Action, _: StageWorker, __: Callable[[int], Hashable]) -> None:
+    def _receive_gradient(self, action: Action, worker: StageWorker, _: Callable[[int], Hashable]) -> None:
         envelope = self._sent.pop((action.stage, action.microbatch))
+        if not worker.sends_gradient(action.stage + 1):
+            return
         self._arriving[action.op, action.stage, action.microbatch] = self._messenger.receive_known(
             self._peer(action.stage + 1), envelope
         )

@@ -88,6 +88,7 @@ class Pass:
         self.received = received
         self.sent: Payload | None = None
         self.next_block = 0
+        self.needs_graph = torch.is_grad_enabled()
 
     def __enter__(self) -> Pass:
         assert _current() is None, "passes do not nest"
@@ -100,6 +101,7 @@ class Pass:
     def run_block(self, index: int, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Answer the call of block `index` in the way that its place relative to the stage asks."""
         self._check_order(index)
+        self._check_graph(index)
         self.next_block += 1
         if index >= self.high:
             raise StageExit
@@ -140,6 +142,16 @@ class Pass:
             "once each and in order (no loops, skips or layer drop); use pipeline_parallel_size=1"
         )
 
+    def _check_graph(self, index: int) -> None:
+        if torch.is_grad_enabled() or not self.needs_graph:
+            return
+        raise RuntimeError(
+            f"block {index} of {self.skeleton.partition.blocks!r} ran without a graph inside a step that has one, so "
+            "no gradient would cross the stages: around a block use torch.utils.checkpoint.checkpoint(..., "
+            "use_reentrant=False), and no torch.no_grad(); inside a block both are fine; or use "
+            "pipeline_parallel_size=1"
+        )
+
 
 def _current() -> Pass | None:
     found: Pass | None = getattr(_active, "value", None)
@@ -168,8 +180,8 @@ class Skeleton:
         """
         self.partition = partition
         self.stages = stages
-        self.on_enter: Callable[[], None] = _nothing
-        self.on_after_blocks: Callable[[], None] = _nothing
+        self.on_enter: Callable[[], None] = nothing
+        self.on_after_blocks: Callable[[], None] = nothing
         self.parameter_names = tuple(name for name, _ in module.named_parameters())
         self.state_names = tuple(module.state_dict())
         self.aliases = _aliases(module)
@@ -186,6 +198,10 @@ class Skeleton:
         """The skeleton of a module that was split before."""
         found: Skeleton | None = module.__dict__.get(_ATTRIBUTE)
         return found
+
+    def __deepcopy__(self, _: Any) -> Skeleton:
+        """A copy of a split module is split in the same way; what is hollow stays the original's."""
+        return self
 
     def owners(self, name: str) -> frozenset[int]:
         """The stages that own a parameter, under any of its names."""
@@ -259,7 +275,7 @@ class Skeleton:
                 _swap_class(outer, _last_call)
 
 
-def _nothing() -> None:
+def nothing() -> None:
     """The hook of a skeleton that nobody listens to."""
 
 

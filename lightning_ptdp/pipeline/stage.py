@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,10 +44,15 @@ class StageWorker:
         loss_of: LossOf,
         backward: Callable[[Tensor], None],
         trains: bool,
+        carries: Sequence[bool],
     ) -> None:
-        """skeleton: None where one stage is the whole module. trains: whether graphs are kept for backward."""
+        """skeleton: None where one stage is the whole module. trains: whether graphs are kept for backward.
+
+        carries: for each cut from the first, whether a gradient crosses it; where nothing below trains, none does.
+        """
         self._skeleton, self._num_stages = skeleton, num_stages
         self._step, self._loss_of, self._backward, self._trains = step, loss_of, backward, trains
+        self._carries = tuple(carries)
         self._live: dict[tuple[int, int], _Live] = {}
 
     @property
@@ -55,10 +60,14 @@ class StageWorker:
         """Microbatches between forward and backward, over all stages of the rank."""
         return len(self._live)
 
+    def sends_gradient(self, stage: int) -> bool:
+        """Whether the stage's backward gives the stage below a gradient."""
+        return self._trains and stage > 0 and self._carries[stage - 1]
+
     def forward(self, stage: int, microbatch: int, received: Payload | None) -> Payload | None:
         """Run a stage; returns what it sends on, None from the last one."""
         inputs = () if received is None else received.tensors
-        if self._trains:
+        if self.sends_gradient(stage):
             for tensor in inputs:
                 if tensor.is_floating_point():
                     tensor.requires_grad_()
@@ -82,7 +91,7 @@ class StageWorker:
     def backward(self, stage: int, microbatch: int, gradients: tuple[Tensor, ...] | None) -> tuple[Tensor, ...]:
         """Run a stage's backward; returns the gradients of what the stage had received, for the stage below.
 
-        gradients: of the floating tensors that the stage sent; None on the last one.
+        gradients: of the floating tensors that the stage sent; None on the last one, and where none comes.
 
         Raises:
             RuntimeError: no gradient reached what was received.
@@ -93,13 +102,15 @@ class StageWorker:
             if pairs:
                 torch.autograd.backward([edge for edge, _ in pairs], [g for _, g in pairs])
         elif live.loss is not None:
-            if live.received and not live.loss.requires_grad:
+            if self.sends_gradient(stage) and not live.loss.requires_grad:
                 raise _no_gradient(stage)
             self._backward(live.loss)
         started = gradients is not None or live.loss is not None
         return self._input_gradients(stage, live, started=started)
 
     def _input_gradients(self, stage: int, live: _Live, *, started: bool) -> tuple[Tensor, ...]:
+        if not self.sends_gradient(stage):
+            return ()
         floating = [tensor for tensor in live.received if tensor.is_floating_point()]
         if floating and started and all(tensor.grad is None for tensor in floating):
             raise _no_gradient(stage)
@@ -108,8 +119,8 @@ class StageWorker:
 
 def _no_gradient(stage: int) -> RuntimeError:
     return RuntimeError(
-        f"no gradient reached the activation that stage {stage} received: either its output does not depend on it, or "
-        "the step checkpoints with use_reentrant=True; use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
+        f"no gradient reached the activation that stage {stage} received: what follows does not depend on it, or "
+        "detaches it (detach(), torch.no_grad()); let the loss follow from every block, or use pipeline_parallel_size=1"
     )
 
 

@@ -117,10 +117,15 @@ def _is_linear(module: nn.Module) -> bool:
 
 
 def _give_forward(module: nn.Module, make: Callable[[Any, Forward, Peers], Forward], peers: Peers) -> None:
-    """Swap the class for one whose forward is parallel, around the module's own."""
+    """Swap the class for one whose forward is parallel, around the module's own.
+
+    Layers run as they are inside what a user compiles, between its graphs: a compiler is not to see the collectives.
+    """
     base = type(module)
     own = module.__dict__.get("forward") or base.forward.__get__(module)
     parallel = make(module, own, peers)
+    if not any(True for _ in module.children()):
+        parallel = torch.compiler.disable(parallel)
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:  # noqa: ARG001
         return parallel(*args, **kwargs)

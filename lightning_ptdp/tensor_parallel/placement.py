@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -129,16 +130,27 @@ def _shards(
 
 
 def _misused(module: nn.Module, styles: Mapping[str, str]) -> Iterator[str]:
-    """Styles on modules that they do not fit."""
+    """Styles on modules that they do not fit; of modules of like names the first is told."""
+    seen: set[tuple[str, str]] = set()
     for path, style in styles.items():
         child = module.get_submodule(path)
-        kind = type(child).__name__
+        kind, pattern = type(child).__name__, re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path)
+        if (pattern, style) in seen:
+            continue
+        seen.add((pattern, style))
+        own = {name for name, _ in child.named_parameters(recurse=False)}
         if style.startswith("embedding") and not isinstance(child, nn.Embedding):
             yield f"style {style!r} is for nn.Embedding, and {path!r} is a {kind}"
         elif style in _LINEAR_STYLES and any(True for _ in child.children()):
             yield (
                 f"style {style!r} is for linear layers, and {path!r} ({kind}) holds modules of its own; name those "
                 "instead"
+            )
+        elif style in (*_LINEAR_STYLES, "embedding_rowwise", "embedding_colwise") and own and "weight" not in own:
+            yield (
+                f"style {style!r} cuts the weight of {path!r} ({kind}), which is worked out from other parameters "
+                f"({', '.join(sorted(own))}); remove its weight norm or spectral norm, or leave {pattern!r} out of the "
+                "plan"
             )
         elif style in _ROW_STYLES and isinstance(child, nn.Linear) and type(child).forward is not nn.Linear.forward:
             yield (

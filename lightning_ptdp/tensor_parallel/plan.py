@@ -114,7 +114,7 @@ def match(plan: Mapping[str, str], name: str) -> str | None:
 
 
 def matches(pattern: str, name: str) -> bool:
-    return re.fullmatch(re.escape(pattern).replace(r"\*", "[^.]+"), name) is not None
+    return re.fullmatch(re.escape(pattern).replace(r"\*", "[^.]+"), name.replace("._orig_mod", "")) is not None
 
 
 def suggestion(module: nn.Module) -> str:

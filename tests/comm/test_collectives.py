@@ -161,5 +161,5 @@ def test_average_of_gradients_counts_missing_ones_as_zero():
     p.grad = torch.tensor([float(dist.get_rank())])
     if dist.get_rank() == 0:
         q.grad = torch.tensor([4.0])
-    c.average_gradients([p, q, frozen], world())
+    c.average_gradients([p, q, frozen], {p, q}, world())
     assert (p.grad.item(), q.grad.item(), frozen.grad) == (0.5, 2.0, None)

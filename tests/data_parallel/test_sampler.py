@@ -1,10 +1,10 @@
 from itertools import product
 
 import pytest
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
-from lightning_ptdp.data_parallel.sampler import UnrepeatedSampler
+from lightning_ptdp.data_parallel.sampler import BatchShare, UnrepeatedSampler, interleave
 
 GRID = list(product(range(1, 13), (1, 2, 3, 4), (1, 2, 3, 5)))
 
@@ -38,6 +38,31 @@ def test_replica_that_would_lack_a_batch_repeats_one_sample():
 
 def test_replica_without_any_sample_takes_part_all_the_same():
     assert replicas(1, 3, 4) == [([[0]], None, 1), ([[0]], 0, 1), ([[0]], 0, 1)]
+
+
+@pytest.mark.parametrize(("n", "d", "batch_size"), GRID)
+def test_dropped_batches_are_those_of_all_replicas_together(n, d, batch_size):
+    counted = []
+    for rank in range(d):
+        inner = DistributedSampler(range(n), num_replicas=d, rank=rank, shuffle=False)
+        sampler = UnrepeatedSampler(inner, batch_size, drop_last=True)
+        batches = [b.tolist() for b in DataLoader(range(n), batch_size, sampler=sampler, drop_last=True)]
+        assert (len(batches), sampler.ghost_batch) == (n // (d * batch_size), None)
+        counted += [i for batch in batches for i in batch]
+    assert sorted(counted) == list(range(n - n % (d * batch_size)))
+
+
+def test_without_a_batch_size_nothing_is_repeated():
+    samplers = [UnrepeatedSampler(DistributedSampler(range(4), 3, rank, shuffle=False), None) for rank in range(3)]
+    assert [(list(sampler), sampler.ghost_batch) for sampler in samplers] == [([0, 3], None), ([1], None), ([2], None)]
+
+
+@pytest.mark.parametrize(("n", "d", "batch_size"), GRID)
+def test_shares_of_batches_interleave_to_the_whole(n, d, batch_size):
+    whole = BatchSampler(range(n), batch_size, drop_last=False)
+    shares = [BatchShare(whole, replica=replica, num_replicas=d) for replica in range(d)]
+    assert interleave([list(share) for share in shares]) == list(whole)
+    assert {len(share) for share in shares} == {len(list(shares[0]))}
 
 
 def test_order_follows_the_epoch_of_the_sampler():

@@ -22,19 +22,31 @@ class Add(nn.Module):
         return x + self.bias
 
 
-def worker(stage, *, reentrant=None, trains=True, head=1.0):
-    """The worker of one of two stages, each of one block; the loss is the mean, times what a head may learn."""
+def worker(stage, *, reentrant=None, trains=True, carries=True, detaches=False):
+    """The worker of one of two stages, each of one block; the loss is the mean, plus what a head learns.
+
+    carries: whether the first stage trains.
+    """
     module = nn.ModuleDict({"blocks": nn.ModuleList([Add(), Add()])})
     skeleton = Skeleton(module, partition(module, 2, split=(1, 1)), (stage,), CPU)
+
+    head = nn.Parameter(torch.zeros(()))
 
     def step(stage, microbatch):
         x = torch.ones(2, 4) * (microbatch + 1)
         for block in module["blocks"]:
             x = block(x) if reentrant is None else checkpoint(block, x, use_reentrant=reentrant)
-        return x.mean() * head
+        return (x.detach() if detaches else x).mean() + head
 
+    module["blocks"][0].requires_grad_(carries)
     made = StageWorker(
-        skeleton, 2, step=step, loss_of=lambda k, loss: loss, backward=lambda loss: loss.backward(), trains=trains
+        skeleton,
+        2,
+        step=step,
+        loss_of=lambda k, loss: loss,
+        backward=lambda loss: loss.backward(),
+        trains=trains,
+        carries=(carries,),
     )
     return made, module["blocks"][stage].bias
 
@@ -86,12 +98,18 @@ def test_checkpoint_without_reentry_is_allowed():
     assert bias.grad.tolist() == [2 / 8] * 4
 
 
-@pytest.mark.parametrize("head", [1.0, nn.Parameter(torch.ones(()))], ids=["loss without a graph", "learned head"])
+@pytest.mark.parametrize("stage", [0, 1])
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
-def test_checkpoint_with_reentry_is_an_error_with_a_way_out(head):
-    last, _ = worker(1, reentrant=True, head=head)
+def test_checkpoint_with_reentry_around_a_block_is_an_error_with_a_way_out(stage):
+    made, _ = worker(stage, reentrant=True)
+    with pytest.raises(RuntimeError, match=r"block 0 of 'blocks' ran without a graph.*use_reentrant=False"):
+        made.forward(stage, 0, arrived() if stage else None)
+
+
+def test_loss_that_ignores_the_blocks_is_an_error_with_a_way_out():
+    last, _ = worker(1, detaches=True)
     last.forward(1, 0, arrived())
-    with pytest.raises(RuntimeError, match=r"no gradient reached the activation that stage 1.*use_reentrant=False"):
+    with pytest.raises(RuntimeError, match=r"no gradient reached the activation that stage 1 .*pipeline_parallel_size"):
         last.backward(1, 0, None)
 
 
@@ -102,3 +120,20 @@ def test_microbatch_that_does_not_count_sends_zeros_back():
     (gradient,) = last.backward(1, 0, None)
     assert gradient.tolist() == [[0.0] * 4] * 2
     assert bias.grad is None
+
+
+def test_frozen_stage_is_not_differentiated():
+    first, bias = worker(0, carries=False)
+    first.forward(0, 0, None)
+    assert first.backward(0, 0, None) == ()
+    assert bias.grad is None
+    assert first.num_live == 0
+
+
+def test_stage_above_a_frozen_one_computes_no_gradient_for_it():
+    last, bias = worker(1, carries=False)
+    received = arrived()
+    last.forward(1, 0, received)
+    assert last.backward(1, 0, None) == ()
+    assert not received.tensors[0].requires_grad
+    assert bias.grad.tolist() == [2 / 8] * 4

@@ -9,6 +9,7 @@ from lightning_ptdp import PTDPStrategy
 from tests.models import GPT, texts
 from tests.oracle import ReplicaBatches, quiet_trainer
 from tests.spmd import run_spmd
+from tests.trainer.test_layouts import PLAN
 
 SERIES = (3.0, 2.0, 2.5, 2.6, 1.0)
 
@@ -40,11 +41,11 @@ class ForcedBatches(ReplicaBatches):
         return self.train_dataloader()
 
 
-def fit_until_stopped(folder, where):
+def fit_until_stopped(folder, where, t=1):
     """The epoch that was the last, what was best, and where it is."""
     best = ModelCheckpoint(folder, monitor="val_loss", save_top_k=1, filename="{epoch}-{val_loss:.3f}")
     trainer = quiet_trainer(
-        PTDPStrategy(pipeline_parallel_size=2),
+        PTDPStrategy(tensor_parallel_size=t, pipeline_parallel_size=2, tensor_parallel_plan=PLAN if t > 1 else None),
         enable_checkpointing=True,
         callbacks=[best, EarlyStopping("val_loss", patience=2)],
         max_epochs=5,
@@ -56,10 +57,16 @@ def fit_until_stopped(folder, where):
 
 
 @pytest.mark.parametrize(
-    ("where", "world_size"),
-    [("before the model", 2), ("after the model", 2), ("at the end of the epoch", 2), ("after the model", 4)],
+    ("where", "t", "world_size"),
+    [
+        ("before the model", 2, 4),
+        ("after the model", 2, 4),  # on the last stage only
+        ("at the end of the epoch", 2, 4),
+        ("after the model", 1, 2),
+        ("after the model", 1, 4),
+    ],
 )
-def test_all_ranks_stop_in_the_same_epoch_and_keep_the_same_checkpoint(where, world_size, tmp_path):
-    results = run_spmd(fit_until_stopped, world_size=world_size, folder=str(tmp_path), where=where)
+def test_all_ranks_stop_in_the_same_epoch_and_keep_the_same_checkpoint(where, t, world_size, tmp_path):
+    results = run_spmd(fit_until_stopped, world_size=world_size, timeout=60, folder=str(tmp_path), where=where, t=t)
     assert results == [(4, 2.0, str(tmp_path / "epoch=1-val_loss=2.000.ckpt"))] * world_size
     assert list(Path(tmp_path).iterdir()) == [tmp_path / "epoch=1-val_loss=2.000.ckpt"]

@@ -1,0 +1,86 @@
+"""Averaged copies of the module, which callbacks make while it is whole: each rank averages what it owns.
+
+Averages are elementwise, so a part of the copy is the average of that part. `WeightAveraging` puts its own beside the
+module's state into a checkpoint, where ranks write parts. `StochasticWeightAveraging` puts it among the states of
+callbacks, which rank 0 writes: there a copy's `state_dict` gathers (every rank calls it). Loading cuts what is whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from lightning.pytorch.callbacks import Callback, StochasticWeightAveraging, WeightAveraging
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from lightning_ptdp.checkpoint.contents import gather_module
+from lightning_ptdp.checkpoint.local_state import LocalState
+from lightning_ptdp.comm.groups import Groups
+
+
+def split_averages(
+    callbacks: Iterable[Callback], module: nn.Module, local: LocalState, groups: Groups
+) -> RemovableHandle | None:
+    """Leave in every average what this rank owns, with the module's values.
+
+    module: split already.
+
+    Returns the handle of a hook on the module, into which these callbacks load whole states during the run.
+    """
+    copies = list(_averages(callbacks))
+    for callback, copy in copies:
+        _keep_owned(copy, module)
+        if isinstance(callback, StochasticWeightAveraging):
+            copy.register_state_dict_post_hook(_gathering(local, groups))
+        copy.register_load_state_dict_pre_hook(_cutting(local))
+    return module.register_load_state_dict_pre_hook(_cutting(local)) if copies else None
+
+
+def _averages(callbacks: Iterable[Callback]) -> Iterator[tuple[Callback, nn.Module]]:
+    for callback in callbacks:
+        if isinstance(callback, WeightAveraging) and callback._average_model is not None:
+            yield callback, callback._average_model.module
+        elif isinstance(callback, StochasticWeightAveraging) and callback._average_model is not None:
+            yield callback, callback._average_model
+
+
+def _keep_owned(copy: nn.Module, module: nn.Module) -> None:
+    """Remove parameters and buffers that the module has not, and take the values of the others."""
+    if _shapes(copy) == _shapes(module):
+        return  # copied after the split
+    for name, holder in copy.named_modules(remove_duplicate=False):
+        mine = module.get_submodule(name)
+        for held, owned in ((holder._parameters, mine._parameters), (holder._buffers, mine._buffers)):
+            for leaf in [leaf for leaf in held if leaf not in owned]:
+                del held[leaf]
+            for leaf, tensor in held.items():
+                value = owned[leaf]
+                if tensor is not None and value is not None:
+                    tensor.data = value.detach().to(tensor, copy=True)
+
+
+def _shapes(module: nn.Module) -> dict[str, torch.Size]:
+    tensors = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+    return {name: tensor.shape for name, tensor in tensors}
+
+
+def _gathering(local: LocalState, groups: Groups) -> Any:
+    def gather(_: nn.Module, state: dict[str, Any], prefix: str, __: Any) -> None:
+        mine = {key: state.pop(key) for key in list(state) if key.startswith(prefix)}
+        found = gather_module({key.removeprefix(prefix): value for key, value in mine.items()}, local, groups)
+        state.update({prefix + name: value for name, value in found.items()})
+
+    return gather
+
+
+def _cutting(local: LocalState) -> Any:
+    def cut(holder: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        held = dict(holder.named_parameters(remove_duplicate=False)) | dict(
+            holder.named_buffers(remove_duplicate=False)
+        )
+        given = {name: state.pop(prefix + name) for name in local.names if prefix + name in state}
+        state.update({prefix + name: value for name, value in local.take_module(given, held).items()})
+
+    return cut

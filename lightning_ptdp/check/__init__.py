@@ -1,0 +1,6 @@
+"""In one process: does a layout compute what one process computes?"""
+
+from lightning_ptdp.check.checking import check
+from lightning_ptdp.check.report import ParameterReport, Report
+
+__all__ = ["check", "ParameterReport", "Report"]

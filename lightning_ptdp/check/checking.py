@@ -1,0 +1,230 @@
+"""`check`: does a layout compute what one process computes?"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import nn
+
+from lightning_ptdp.batch import num_samples
+from lightning_ptdp.check.compare import Comparison, compare
+from lightning_ptdp.check.copies import Original
+from lightning_ptdp.check.reasons import Trial, explain, explain_error
+from lightning_ptdp.check.report import ParameterReport, Report
+from lightning_ptdp.check.runs import SplitRun, WholeRun, run_split, run_whole
+from lightning_ptdp.config import Auto, ParallelConfig
+from lightning_ptdp.layout import Layout, Wishes, describe, lay_out, layout_of
+from lightning_ptdp.schedule import SCHEDULES
+from lightning_ptdp.topology import Topology
+
+_TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3}  # modules may compute in float32 inside, whatever they hold
+_COARSE = 5e-2  # of 16-bit numbers
+
+
+def check(
+    module: pl.LightningModule,
+    batch: Any,
+    *,
+    tensor_parallel_size: int = 1,
+    pipeline_parallel_size: int = 1,
+    data_parallel_size: int = 1,
+    virtual_pipeline_size: int = 1,
+    micro_batch_size: int | Auto = "auto",
+    schedule: str = "auto",
+    sequence_parallel: bool = False,
+    tensor_parallel_plan: Mapping[str, str] | None = None,
+    pipeline_blocks: str | None = None,
+    pipeline_split: Sequence[int] | None = None,
+    first: Sequence[str] = (),
+    last: Sequence[str] = (),
+    shared: Sequence[str] = (),
+    dtype: torch.dtype | None = torch.float64,
+    tolerance: float | None = None,
+) -> Report:
+    """Run one training step whole and as the strategy would split it, and compare the loss and every gradient.
+
+    All in this process, on the host, on copies: the ranks of the layout are threads that take turns. Dropout is off.
+
+    Args:
+        module: as it would be given to `Trainer.fit`.
+        batch: a global one, on which the replicas share: rows of a loader's batch times `data_parallel_size`.
+        tensor_parallel_size, pipeline_parallel_size, data_parallel_size, virtual_pipeline_size, micro_batch_size,
+            schedule, sequence_parallel, tensor_parallel_plan, pipeline_blocks, pipeline_split, first, last, shared: as
+            in `PTDPStrategy`.
+        dtype: of floating numbers in the copies; None keeps the module's.
+        tolerance: relative; None takes 1e-6 in float64, 1e-3 in float32, 5e-2 in 16 bits.
+
+    Returns:
+        a report, which prints as a table. A layout that cannot run is one too, with all of its faults.
+
+    Raises:
+        ValueError: the module cannot be copied.
+        Exception: what the module's own step raises on the whole batch.
+    """
+    config = ParallelConfig(
+        tensor_parallel_size=tensor_parallel_size,
+        pipeline_parallel_size=pipeline_parallel_size,
+        data_parallel_size=data_parallel_size,
+        virtual_pipeline_size=virtual_pipeline_size,
+        micro_batch_size=micro_batch_size,
+        schedule=schedule,
+        sequence_parallel=sequence_parallel,
+        pipeline_split=None if pipeline_split is None else tuple(pipeline_split),
+    )
+    wishes = Wishes(tensor_parallel_plan, pipeline_blocks, tuple(first), tuple(last), tuple(shared))
+    ready = Original(module, batch, dtype).after_transfer()
+    return check_layout(module, ready, config, wishes, dtype=dtype, tolerance=tolerance)
+
+
+def check_layout(
+    module: pl.LightningModule,
+    batch: Any,
+    config: ParallelConfig,
+    wishes: Wishes,
+    *,
+    dtype: torch.dtype | None = torch.float64,
+    tolerance: float | None = None,
+) -> Report:
+    """As `check`, of what `PTDPStrategy` has made of its arguments.
+
+    batch: as `training_step` gets it, after transfer hooks.
+    """
+    original = Original(module, batch, dtype)
+    copied = original.make_module()
+    faults = [*config.faults(SCHEDULES), *_size_faults(config)]
+    topology, _ = config.resolve(0)
+    layout, more = lay_out(copied, config, topology, wishes)
+    faults += more + _faults_of(copied, batch, topology)
+    if faults:
+        return Report(type(module).__name__, _describe(layout, config), faults=tuple(dict.fromkeys(faults)))
+    seed = torch.initial_seed()
+    original, whole, notes = _run_whole(original, seed)
+    trial = Trial(original, config, topology, wishes, seed, _tolerance(whole) if tolerance is None else tolerance)
+    return _report(trial, layout, whole, run_split(original, config, layout, seed=seed), notes)
+
+
+def _size_faults(config: ParallelConfig) -> list[str]:
+    return [
+        f"{name}='auto' depends on the processes of a run, which a check has not; give a number"
+        for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
+        if getattr(config, name) == "auto"
+    ]
+
+
+def _faults_of(module: pl.LightningModule, batch: Any, topology: Topology) -> list[str]:
+    faults = []
+    if layout_of(module) is not None:
+        faults.append("the module was split by an earlier run, and holds only a part of its weights; check a new one")
+    if not module.automatic_optimization:
+        faults.append(
+            "manual optimization runs its backward where it likes, and a check compares one backward of one loss; a "
+            "pipeline refuses it, and without one it is what it is in DDP"
+        )
+    rows, d = num_samples(batch), topology.data_parallel_size
+    if rows < d:
+        faults.append(
+            f"each of data_parallel_size={d} replicas needs a row of the batch, and it has {rows}; give a batch of "
+            f"{d} rows or more"
+        )
+    return faults
+
+
+def _run_whole(original: Original, seed: int) -> tuple[Original, WholeRun, list[str]]:
+    """The whole run, in the module's own dtypes where it cannot run in another."""
+    try:
+        return original, run_whole(original, seed=seed), []
+    except RuntimeError as error:
+        if original.dtype is None:
+            error.add_note("raised by the step on the whole batch, in one process")
+            raise
+        own = Original(original.module, original.batch, None)
+        whole = run_whole(own, seed=seed)
+        said = str(error).strip().splitlines()[0]
+        return own, whole, [f"the step does not run in {_short(original.dtype)} ({said}); its own dtypes were taken"]
+
+
+def _report(trial: Trial, layout: Layout, whole: WholeRun, split: SplitRun, notes: Sequence[str]) -> Report:
+    dropout = ["dropout was off in both: whole and split would draw other masks"] if whole.has_dropout else []
+    report = Report(
+        module=type(trial.original.module).__name__,
+        layout=_describe(layout, trial.config),
+        num_rows=whole.num_rows,
+        num_microbatches=max((part.num_microbatches for part in split.parts), default=0),
+        dtype=" and ".join(sorted({_short(dtype) for dtype in _dtypes(whole)})),
+        tolerance=trial.tolerance,
+        loss_whole=whole.loss,
+        notes=(*notes, *dropout),
+    )
+    if split.error is not None:
+        failed = replace(trial, error=str(split.error))
+        return replace(report, error=_told(split, layout), reasons=tuple(explain_error(failed, whole)))
+    found, stages = compare(whole, split), _stages(trial.original.make_module(), layout)
+    names = sorted(found, key=lambda name: (not math.isnan(found[name].relative), -found[name].relative))
+    differing = [name for name in names if not found[name].relative <= trial.tolerance]
+    report = replace(report, loss_split=split.parts[0].loss)
+    reasons, others = explain(trial, whole, differing) if differing or not report.has_same_loss else ({}, [])
+    return replace(
+        report,
+        parameters=tuple(
+            _of_parameter(n, found[n], layout, stages[n], is_same=n not in differing, reason=reasons.get(n, ""))
+            for n in names
+        ),
+        reasons=tuple(dict.fromkeys([*others, *reasons.values()])),
+    )
+
+
+def _of_parameter(
+    name: str, found: Comparison, layout: Layout, stages: tuple[int, ...], *, is_same: bool, reason: str
+) -> ParameterReport:
+    path = name.rpartition(".")[0]
+    return ParameterReport(
+        name=name,
+        stages=stages,
+        style=layout.placement.styles.get(path, "split" if name in layout.placement.shards else ""),
+        difference=found.difference,
+        size=float(found.whole.abs().max()) if found.whole.numel() else 0.0,
+        relative=found.relative,
+        is_same=is_same,
+        reason=reason,
+    )
+
+
+def _stages(module: nn.Module, layout: Layout) -> dict[str, tuple[int, ...]]:
+    """The stages that own each parameter, under any of its names."""
+    owners: dict[nn.Parameter, set[int]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        of_name = {0} if layout.partition is None else layout.partition.owners(name)
+        owners.setdefault(parameter, set()).update(of_name)
+    return {name: tuple(sorted(owners[parameter])) for name, parameter in module.named_parameters()}
+
+
+def _told(split: SplitRun, layout: Layout) -> str:
+    """What a rank raised, and where."""
+    error = split.error
+    lines = [f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])]
+    if split.running:
+        style = layout.placement.styles.get(split.running)
+        of_style = "" if not layout.placement.styles else f" (style in the plan: {style or 'none'})"
+        lines.append(f"raised in {split.running!r}{of_style}")
+    return "\n".join(lines)
+
+
+def _describe(layout: Layout, config: ParallelConfig) -> str:
+    return describe(layout, config).removeprefix("PTDPStrategy: ")
+
+
+def _tolerance(whole: WholeRun) -> float:
+    return max((_TOLERANCES.get(dtype, _COARSE) for dtype in _dtypes(whole)), default=_TOLERANCES[torch.float64])
+
+
+def _dtypes(whole: WholeRun) -> set[torch.dtype]:
+    return {gradient.dtype for gradient in whole.gradients.values() if gradient is not None}
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,92 @@
+"""Copies of the user's module to run on: the module itself stays as it is."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor
+
+from lightning_ptdp.batch import map_tensors
+from lightning_ptdp.check.dropout import without_recurrent_dropout
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Original:
+    """A module and a batch, to be copied.
+
+    batch: as `training_step` gets it. dtype: of floating tensors in the copies; None keeps theirs.
+    """
+
+    module: pl.LightningModule
+    batch: Any
+    dtype: torch.dtype | None
+
+    def make_module(self) -> pl.LightningModule:
+        """A copy on the host, built (`configure_model`), which logs nothing and drops nothing between its layers.
+
+        Raises:
+            ValueError: the module cannot be copied.
+        """
+        try:
+            made = copy.deepcopy(self.module)
+        except Exception as error:
+            raise ValueError(
+                f"a check runs on copies, and {type(self.module).__name__} cannot be copied: copy.deepcopy says "
+                f"{type(error).__name__}: {error}; give its class a __deepcopy__, or move what cannot be copied (open "
+                "files, locks, generators) out of the module"
+            ) from error
+        made.configure_model()
+        made.to(CPU)
+        if self.dtype is not None:
+            made.to(self.dtype)
+        made.zero_grad()
+        trainer = getattr(self.module, "_trainer", None)
+        if trainer is not None:
+            made.trainer = trainer
+        for child in made.modules():
+            if isinstance(child, pl.LightningModule):
+                _silence(child)
+        without_recurrent_dropout(made)
+        return made
+
+    def make_batch(self) -> Any:
+        """A copy of the batch, on the host."""
+        return map_tensors(self.batch, lambda tensor: self._cast(tensor.detach().to(CPU, copy=True)))
+
+    def after_transfer(self) -> Any:
+        """The batch of a loader as `training_step` gets it: after the module's own transfer hooks."""
+        hooks = self.make_module()
+        moved = map_tensors(hooks.on_before_batch_transfer(self.batch, 0), lambda tensor: tensor.to(CPU))
+        return hooks.on_after_batch_transfer(moved, 0)
+
+    def _cast(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self.dtype) if self.dtype is not None and tensor.is_floating_point() else tensor
+
+    @contextmanager
+    def as_default_dtype(self) -> Iterator[None]:
+        """Within, tensors that the module makes have the dtype, too."""
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(self.dtype or before)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(before)
+
+
+def _silence(module: pl.LightningModule) -> None:
+    """Give the module a class whose `log` does nothing: there is no Trainer to log to."""
+    base = type(module)
+
+    def log(self: pl.LightningModule, *args: Any, **kwargs: Any) -> None:
+        """Nothing is logged in a check."""
+
+    names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
+    module.__class__ = type(base.__name__, (base,), {"log": log, **names})

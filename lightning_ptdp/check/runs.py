@@ -1,0 +1,168 @@
+"""One training step, whole in plain PyTorch and split as the strategy splits it: loss and gradients of both."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch import Tensor
+
+from lightning_ptdp.batch import num_samples, shares
+from lightning_ptdp.check.copies import CPU, Original
+from lightning_ptdp.check.dropout import NoDropout
+from lightning_ptdp.check.trace import Trace, random_state, same_random_state
+from lightning_ptdp.comm.groups import Groups
+from lightning_ptdp.comm.in_process import InProcessWorld
+from lightning_ptdp.config import ParallelConfig
+from lightning_ptdp.engine import Engine, loss_in
+from lightning_ptdp.exchange import Exchange
+from lightning_ptdp.layout import Layout
+from lightning_ptdp.progress import LoopProgress
+from lightning_ptdp.steps import Steps
+from lightning_ptdp.topology import Coordinate
+
+Gradients = Mapping[str, Tensor | None]
+"""By the plain module's names; None where a parameter got no gradient."""
+
+
+@dataclass(frozen=True)
+class WholeRun:
+    """A step in plain PyTorch.
+
+    has_drawn: whether the step drew random numbers, dropout off. has_dropout: whether there was some to turn off.
+    num_rows: of the batch.
+    """
+
+    loss: float
+    gradients: Gradients
+    trace: Trace
+    has_drawn: bool
+    has_dropout: bool
+    num_rows: int
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one rank has after a split step. gradients: of its shards, and of what it holds whole."""
+
+    at: Coordinate
+    loss: float
+    gradients: Gradients
+    num_microbatches: int
+    trace: Trace
+
+
+@dataclass(frozen=True)
+class SplitRun:
+    """A step under a layout: each rank's part, or, where it failed, none and the error.
+
+    running: of the rank that failed, the innermost module that ran.
+    """
+
+    layout: Layout
+    parts: tuple[Part, ...] = ()
+    error: Exception | None = None
+    running: str = ""
+    traces: Mapping[int, Trace] = field(default_factory=dict)
+
+
+def run_whole(original: Original, *, seed: int, traces_outputs: bool = False) -> WholeRun:
+    """Run the user's step on the whole batch, and its backward."""
+    with original.as_default_dtype(), torch.random.fork_rng(devices=()), torch.enable_grad():
+        module, batch = original.make_module(), original.make_batch()
+        trace = Trace()
+        trace.attach(module, draws=True, outputs=traces_outputs)
+        torch.manual_seed(seed)
+        before = random_state()
+        with NoDropout() as mode:
+            loss = loss_in(module.training_step(*_arguments(module, batch)))
+            loss.backward()
+        return WholeRun(
+            loss=float(loss.detach()),
+            gradients={name: p.grad for name, p in module.named_parameters() if p.requires_grad},
+            trace=trace,
+            has_drawn=not same_random_state(before, random_state()),
+            has_dropout=mode.has_dropped,
+            num_rows=num_samples(batch),
+        )
+
+
+def run_split(
+    original: Original, config: ParallelConfig, layout: Layout, *, seed: int, traces_outputs: bool = False
+) -> SplitRun:
+    """Run the user's step as the ranks of a layout run it, each a thread of this process."""
+    with original.as_default_dtype():
+        batches = shares(original.make_batch(), layout.topology.data_parallel_size)
+        traces = {rank: Trace() for rank in range(layout.topology.world_size)}
+
+        def body(groups: Groups) -> Part:
+            trace = traces[groups.rank]
+            module = original.make_module()
+            trace.attach(module, outputs=traces_outputs)
+            return _run_rank(module, batches[groups.at.data], config, layout, groups, trace, seed)
+
+        world = InProcessWorld(layout.topology)
+        try:
+            parts = world.run(body)
+        except Exception as error:
+            running = traces[world.failed_rank].running if world.failed_rank is not None else []
+            return SplitRun(layout, error=error, running=running[-1] if running else "", traces=traces)
+        return SplitRun(layout, tuple(parts), traces=traces)
+
+
+def _run_rank(
+    module: pl.LightningModule,
+    batch: Any,
+    config: ParallelConfig,
+    layout: Layout,
+    groups: Groups,
+    trace: Trace,
+    seed: int,
+) -> Part:
+    engine = Engine(config, groups, CPU, seed, checks_agreement=False)
+    engine.set_up(module, layout.partition, layout.placement)
+    engine.bind(module, list(dict.fromkeys(p for p in module.parameters() if p.requires_grad)))
+    engine.agree()
+    num_microbatches = 0
+
+    @contextmanager
+    def context() -> Iterator[None]:
+        nonlocal num_microbatches
+        num_microbatches += 1
+        trace.running.clear()
+        yield
+
+    steps = Steps(module, engine, Exchange(groups), None, LoopProgress())
+    with NoDropout():
+        result = steps.train(
+            context,
+            lambda loss: loss.backward(),
+            _arguments(module, batch),
+            {},
+            number=0,
+            accumulate=1,
+            is_first=True,
+            is_last=True,
+            loss_dtype=torch.float64,
+        )
+        engine.reduce_gradients()
+    if result is None:
+        raise ValueError("training_step returned None, which skips the batch; a check needs a loss")
+    return Part(
+        at=groups.at,
+        loss=float(result["loss"]),
+        gradients={name: p.grad for p, name in engine.plain_names(module).items() if p.requires_grad},
+        num_microbatches=num_microbatches // len(engine.stages),
+        trace=trace,
+    )
+
+
+def _arguments(module: pl.LightningModule, batch: Any) -> tuple[Any, ...]:
+    """What Lightning passes to training_step."""
+    takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
+    return (batch, 0) if takes_index else (batch,)

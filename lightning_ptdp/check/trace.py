@@ -1,0 +1,88 @@
+"""What modules do in a run: which is running, which draw random numbers, and what they return."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+
+@dataclass(frozen=True)
+class Output:
+    """What a call of a module returned first: its shape, and two numbers that differ where values do."""
+
+    shape: tuple[int, ...]
+    total: float
+    norm: float
+
+    @classmethod
+    def of(cls, value: Any) -> Output | None:
+        """Describe the first plain floating tensor of a structure; None where there is none."""
+        for leaf in pytree.tree_leaves(value):
+            if type(leaf) in (Tensor, nn.Parameter) and leaf.is_floating_point():
+                values = leaf.detach().double()
+                weights = torch.linspace(0.5, 1.5, values.numel(), dtype=torch.float64).view(values.shape)
+                return cls(tuple(leaf.shape), float((values * weights).sum()), float(values.norm()))
+        return None
+
+    def is_near(self, other: Output, tolerance: float) -> bool:
+        """Whether both describe the same values. tolerance: of the norm."""
+        room = tolerance * max(self.norm, other.norm)
+        return abs(self.norm - other.norm) <= room and abs(self.total - other.total) <= room
+
+
+@dataclass
+class Trace:
+    """The calls of a module's parts, by full name.
+
+    running: names of the modules whose forward has begun and not ended, the innermost last.
+    draws: leaf modules that moved a random generator. outputs: by (name, number of the call), in order.
+    """
+
+    running: list[str] = field(default_factory=list)
+    draws: list[str] = field(default_factory=list)
+    outputs: dict[tuple[str, int], Output] = field(default_factory=dict)
+    _states: list[tuple[Any, ...]] = field(default_factory=list)
+
+    def attach(self, module: nn.Module, *, draws: bool = False, outputs: bool = False) -> None:
+        """Follow the calls of a module's parts, and note what is asked for."""
+        for name, child in module.named_modules():
+            self._follow(name, child, draws=draws, outputs=outputs)
+
+    def _follow(self, name: str, module: nn.Module, *, draws: bool, outputs: bool) -> None:
+        is_leaf = not any(True for _ in module.children())
+        num_calls = 0
+
+        def before(*_: Any) -> None:
+            self.running.append(name)
+            if draws and is_leaf:
+                self._states.append(random_state())
+
+        def after(_: nn.Module, __: Any, output: Any) -> None:
+            nonlocal num_calls
+            self.running.pop()
+            if draws and is_leaf and not same_random_state(self._states.pop(), random_state()):
+                self.draws.append(name)
+            found = Output.of(output) if outputs else None
+            if found is not None:
+                self.outputs[name, num_calls] = found
+                num_calls += 1
+
+        module.register_forward_pre_hook(before)
+        module.register_forward_hook(after)
+
+
+def random_state() -> tuple[Any, ...]:
+    """Where the default generators stand: PyTorch's on the host, NumPy's and Python's."""
+    _, words, position, *_ = numpy.random.get_state(legacy=True)
+    return torch.get_rng_state(), numpy.asarray(words).tobytes(), position, random.getstate()
+
+
+def same_random_state(first: tuple[Any, ...], second: tuple[Any, ...]) -> bool:
+    """Whether no generator moved between two states."""
+    return torch.equal(first[0], second[0]) and first[1:] == second[1:]

@@ -1,0 +1,60 @@
+"""Gradients of manual optimization: the user's own backwards, each made one of all ranks when it ends.
+
+a backward     adds to ``.grad``; where a weight is used on each tensor peer's own part, peers are summed at once
+`settle`       averages over the replicas what was added since
+`check`        before an optimizer steps: nothing may be left that only this replica has
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from functools import partial
+
+from torch import nn
+from torch.distributed import ProcessGroup
+
+from lightning_ptdp.comm.collectives import average_gradients, summed_copy
+
+
+class ManualGradients:
+    """Follows the backwards that a user's step runs by itself."""
+
+    def __init__(
+        self, names: Mapping[nn.Parameter, str], summed: Iterable[str], *, tensor: ProcessGroup, data: ProcessGroup
+    ) -> None:
+        """names: of the rank's parameters, in an order that replicas share. summed: those to sum over tensor peers."""
+        self._names, self._data = names, data
+        self._unsettled: set[nn.Parameter] = set()
+        self._handles = []
+        for parameter, name in names.items():
+            was = parameter.requires_grad
+            parameter.requires_grad_(True)  # hooks of a frozen one wait until it is thawed
+            if name in summed:
+                self._handles.append(parameter.register_hook(partial(summed_copy, group=tensor)))
+            if data.size() > 1:
+                self._handles.append(parameter.register_post_accumulate_grad_hook(self._unsettled.add))
+            parameter.requires_grad_(was)
+
+    def settle(self) -> None:
+        """Average over the replicas; where only some have a gradient, the others count as zero."""
+        average_gradients(self._names, self._unsettled, self._data)
+        self._unsettled.clear()
+
+    def check(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Refuse to step with gradients of one replica.
+
+        Raises:
+            RuntimeError: a backward among these parameters' was not averaged.
+        """
+        left = [self._names[p] for p in parameters if p in self._unsettled and p.grad is not None]
+        if left:
+            raise RuntimeError(
+                f"an optimizer steps with gradients of one replica out of {self._data.size()}: those of {left[:3]}"
+                f"{' and others' if len(left) > 3 else ''} were not averaged; call self.manual_backward(loss), not "
+                "loss.backward(), and leave the last backward before a step outside strategy.block_backward_sync()"
+            )
+
+    def release(self) -> None:
+        """Take the hooks off the parameters."""
+        for handle in self._handles:
+            handle.remove()

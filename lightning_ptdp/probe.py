@@ -1,0 +1,210 @@
+"""Does an optimizer give a part of the parameters the steps that it gives them within the whole?
+
+Ranks step parts of a model: pipeline ranks whole parameters, but not all of them; tensor ranks pieces of parameters.
+That is right for an optimizer that treats each element alone. torch's own are known by name; any other is tried:
+rebuilt from its options on a few small parameters, it steps them all together, each parameter alone, and each in two
+pieces, with the same gradients. Where the results differ, the split would change the numbers.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn, optim
+from torch.optim import Optimizer
+
+_SHAPES: tuple[tuple[int, ...], ...] = ((), (6,), (6, 4), (4, 3, 2), (4, 2, 2, 2))
+_SCALES = (0.1, 10.0, 1.0, 0.5)  # of the gradients, a step each
+_SEED = 20210415
+_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}  # relative to the largest step: sums in another order
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How far steps on parts are from steps on the whole, relative to the largest step; NaN where nobody knows.
+
+    apart: of each parameter without the others. in_pieces: of pieces of each parameter.
+    unknown: why the optimizer could not be tried; empty where it was.
+    """
+
+    apart: float = 0.0
+    in_pieces: float = 0.0
+    unknown: str = ""
+
+    @property
+    def is_parameterwise(self) -> bool:
+        """Whether each parameter is stepped alone."""
+        return self.apart == 0.0
+
+    @property
+    def is_elementwise(self) -> bool:
+        """Whether each element is stepped alone."""
+        return self.is_parameterwise and self.in_pieces == 0.0
+
+
+_ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
+    {
+        optim.Adadelta,
+        optim.Adagrad,
+        optim.Adam,
+        optim.AdamW,
+        optim.Adamax,
+        optim.ASGD,
+        optim.NAdam,
+        optim.RAdam,
+        optim.RMSprop,
+        optim.Rprop,
+        optim.SGD,
+    }
+)
+
+
+def judge(optimizer: Optimizer) -> Verdict:
+    """Whether the optimizer's steps may be split; it is not changed, nor are its parameters and the random generators.
+
+    An attribute `is_elementwise` of the optimizer, True or False, is taken at its word.
+    """
+    declared = getattr(optimizer, "is_elementwise", None)
+    if isinstance(declared, bool):
+        return Verdict() if declared else Verdict(in_pieces=math.inf)
+    if type(optimizer) in _ELEMENTWISE or not any(group["params"] for group in optimizer.param_groups):
+        return Verdict()
+    return _tried(optimizer)
+
+
+def _tried(optimizer: Optimizer) -> Verdict:
+    error = ""
+    for dtype in _TOLERANCE:
+        try:
+            return _try(optimizer, dtype)
+        except Exception as caught:
+            error = error or f"{type(caught).__name__}: {caught}"
+    return Verdict(math.nan, math.nan, error)
+
+
+def _try(optimizer: Optimizer, dtype: torch.dtype) -> Verdict:
+    groups = _sample(optimizer, dtype)
+    with torch.random.fork_rng():
+        whole = _step(optimizer, groups)
+        largest = max(float((after - sample.start).abs().max()) for sample, after in _pairs(groups, whole))
+        if not 0.0 < largest < math.inf:
+            raise RuntimeError(f"its steps on small parameters have the size {largest}")
+        limit, apart, in_pieces = _TOLERANCE[dtype] * largest, 0.0, 0.0
+        for i, group in enumerate(groups):
+
+            def alone(sample: _Sample, i: int = i) -> Tensor:
+                return _step(optimizer, [[sample] if k == i else [] for k in range(len(groups))])[i][0]
+
+            for j, sample in enumerate(group):
+                after = alone(sample)
+                apart = max(apart, _distance(after, whole[i][j], limit))
+                for dim in range(sample.start.ndim):
+                    joined = torch.cat([alone(piece) for piece in sample.halves(dim)], dim)
+                    in_pieces = max(in_pieces, _distance(joined, after, limit))
+    return Verdict(apart / largest, in_pieces / largest)
+
+
+@dataclass(frozen=True)
+class _Sample:
+    """A small parameter: where it starts, and where each step's gradient pulls it.
+
+    start: any shape. targets: [steps, *shape].
+    """
+
+    start: Tensor
+    targets: Tensor
+
+    def halves(self, dim: int) -> list[_Sample]:
+        """Its two pieces along a dim."""
+        pieces = zip(self.start.tensor_split(2, dim), self.targets.tensor_split(2, dim + 1), strict=True)
+        return [_Sample(*piece) for piece in pieces]
+
+
+def _sample(optimizer: Optimizer, dtype: torch.dtype) -> list[list[_Sample]]:
+    """For each group, two small parameters of each number of dims that its own have."""
+    generator = torch.Generator().manual_seed(_SEED)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=dtype)
+
+    groups = []
+    for group in optimizer.param_groups:
+        ndims = sorted({min(parameter.ndim, len(_SHAPES) - 1) for parameter in group["params"]})
+        device = next((parameter.device for parameter in group["params"]), torch.device("cpu"))
+        samples = []
+        for shape in (shape for ndim in ndims for shape in (_SHAPES[ndim], _SHAPES[ndim][::-1])):
+            spread = draw(*shape).exp()  # rows and columns of unlike size
+            start, targets = draw(*shape) * spread, draw(len(_SCALES), *shape) * spread
+            samples.append(_Sample(start.to(device), targets.to(device)))
+        groups.append(samples)
+    return groups
+
+
+def _pairs(groups: list[list[_Sample]], results: list[list[Tensor]]) -> Iterator[tuple[_Sample, Tensor]]:
+    for samples, tensors in zip(groups, results, strict=True):
+        yield from zip(samples, tensors, strict=True)
+
+
+def _step(optimizer: Optimizer, groups: list[list[_Sample]]) -> list[list[Tensor]]:
+    """Where a few steps of a like optimizer take the samples."""
+    torch.manual_seed(_SEED)
+    parameters = [[nn.Parameter(sample.start.clone()) for sample in samples] for samples in groups]
+    twin = _rebuilt(optimizer, parameters)
+    members = [
+        (p, s) for group, samples in zip(parameters, groups, strict=True) for p, s in zip(group, samples, strict=True)
+    ]
+    for k, scale in enumerate(_SCALES):
+
+        def closure(k: int = k, scale: float = scale) -> Tensor:
+            with torch.no_grad():
+                for parameter, sample in members:
+                    parameter.grad = (parameter - sample.targets[k]) * scale
+            return torch.ones(())
+
+        closure()
+        twin.step(closure)  # type: ignore[arg-type]  # whose loss is a tensor, as everywhere
+    return [[parameter.detach() for parameter in group] for group in parameters]
+
+
+def _rebuilt(optimizer: Optimizer, parameters: list[list[nn.Parameter]]) -> Optimizer:
+    """An optimizer of the same class and options on other parameters.
+
+    Raises:
+        TypeError: its constructor asks for what its options do not tell.
+    """
+    kind = type(optimizer)
+    signature = inspect.signature(kind).parameters
+    arguments = {name: _step_size(name, value) for name, value in optimizer.defaults.items() if name in signature}
+    missing = [
+        name
+        for name, each in list(signature.items())[1:]
+        if each.default is each.empty
+        and each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)
+        and name not in arguments
+    ]
+    if missing:
+        raise TypeError(f"its constructor asks for {', '.join(missing)}, which its options do not tell")
+    groups = []
+    for group, members in zip(optimizer.param_groups, parameters, strict=True):
+        options = {
+            name: _step_size(name, value) for name, value in group.items() if name not in ("params", "initial_lr")
+        }
+        groups.append({**options, "params": members})
+    return kind(groups, **arguments)
+
+
+def _step_size(name: str, value: Any) -> Any:
+    """A learning rate that moves something: a schedule may start at 0."""
+    if name != "lr" or not isinstance(value, int | float | Tensor) or float(value) > 0.0:
+        return value
+    return 0.01
+
+
+def _distance(mine: Tensor, theirs: Tensor, limit: float) -> float:
+    off = float((mine - theirs).abs().nan_to_num(nan=math.inf).max())
+    return off if off > limit else 0.0
