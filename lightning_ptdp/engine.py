@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from lightning_ptdp import batch as batches
 from lightning_ptdp.batch import Microbatch
-from lightning_ptdp.comm.collectives import MAX, all_reduce_, gather_objects
+from lightning_ptdp.comm.collectives import MAX, MIN, all_reduce_, gather_objects
 from lightning_ptdp.comm.groups import Groups
 from lightning_ptdp.comm.p2p import Messenger
 from lightning_ptdp.config import ParallelConfig, micro_batch_size
@@ -484,6 +484,11 @@ class Engine:
         else:
             self.buffers.reduce(self.groups.data)
         self.mains.publish()
+
+    def are_gradients_finite(self) -> bool:
+        """Whether all reduced gradients of all ranks are."""
+        assert self.buffers is not None, "a batch was run"
+        return bool(all_reduce_(torch.tensor(int(self.buffers.is_finite())), self.groups.world, MIN))
 
     def refresh_weights(self) -> None:
         """After the optimizers stepped: bring the module's parameters up to date."""

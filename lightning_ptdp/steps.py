@@ -78,11 +78,13 @@ class Steps:
         is_first: bool,
         is_last: bool,
         loss_dtype: torch.dtype,
+        loss_scale: float = 1.0,
     ) -> dict[str, Any] | None:
         """Run forward and backward of a batch; its gradients join those of the accumulation window.
 
         args, kwargs: of the user's training_step, the batch first. number: of the batch in the run.
         accumulate: batches a window. is_first, is_last: of the window. loss_dtype: of the loss that is returned.
+        loss_scale: what `backward` multiplies the loss by.
 
         Returns what the step would have returned for the whole batch: the loss, and what else was in its dict. Where
         it left out every microbatch of every replica that is None in one process; on several ranks, where Lightning
@@ -93,7 +95,8 @@ class Steps:
             run = self._engine.train_batch(batch_of(args, kwargs), step, backward, number=number, accumulate=accumulate)
             extra = outputs.extras(run.outputs, run.sizes, run.weight_numbers) if self._engine.is_last else {}
             report = self._share(run, has_output=bool(extra))
-        self._engine.finish_batch(report.factor, is_skipped=report.is_skipped, is_first=is_first, is_last=is_last)
+        factor = report.factor / loss_scale
+        self._engine.finish_batch(factor, is_skipped=report.is_skipped, is_first=is_first, is_last=is_last)
         self._engine.follow_first_replica()
         self._calls.replay(report.logged, self._engine.device)
         if report.is_skipped and self._engine.groups.topology.world_size == 1:

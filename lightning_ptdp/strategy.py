@@ -49,6 +49,7 @@ from lightning_ptdp.data_parallel.scaling import GradientSample, check_scaled_al
 from lightning_ptdp.engine import Engine
 from lightning_ptdp.exchange import Exchange
 from lightning_ptdp.failure import FailureBoard
+from lightning_ptdp.held_schedule import hold
 from lightning_ptdp.holdings import holdings, table
 from lightning_ptdp.layout import (
     Layout,
@@ -427,6 +428,10 @@ class PTDPStrategy(ParallelStrategy):
             self._check_optimizers(module)
         self._parameter_groups = WholeGroups(frozenset() if skeleton is None else skeleton.hollow.parameters)
         self._parameter_groups.hide(self.optimizers)
+        if self.precision.loss_scale is not None:
+            for config in self.lr_scheduler_configs:
+                if config.interval == "step":
+                    hold(config.scheduler, lambda: self.precision.was_skipped)
         if module.automatic_optimization:
             self._bind()
         else:
@@ -549,6 +554,7 @@ class PTDPStrategy(ParallelStrategy):
             is_first=is_first,
             is_last=not self._blocks_sync,
             loss_dtype=self.precision.loss_dtype,
+            loss_scale=self.precision.scale,
         )
         if output is None and not self._blocks_sync:  # a skipped batch has no backward, and may end a window
             self.engine.reduce_gradients()
@@ -562,6 +568,8 @@ class PTDPStrategy(ParallelStrategy):
         closure_loss = self.precision.pre_backward(closure_loss, module)
         if not self._blocks_sync:
             self.engine.reduce_gradients()
+            if self.precision.loss_scale is not None:
+                self.precision.take_gradients(are_finite=self.engine.are_gradients_finite())
             self._sample = GradientSample(self._stepped()) if self._watches_edits else None
         return self.precision.post_backward(closure_loss, module)
 

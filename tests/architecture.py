@@ -35,7 +35,7 @@ _COMPUTE = "comm kernels batch loss_weight outputs data_parallel tensor_parallel
 _FRONT = (
     f"engine checkpoint planner {_PURE} comm batch exchange failure outputs precision loaders logging log_calls "
     "hook_logs metrics progress predictions stage_state stopping whole_module layout steps strategy check callbacks "
-    "averages holdings parameter_groups preflight inventory refusals tensor_parallel.random"
+    "averages holdings loss_scale held_schedule parameter_groups preflight inventory refusals tensor_parallel.random"
 )
 
 UNITS: dict[str, Unit] = {
@@ -48,6 +48,8 @@ UNITS: dict[str, Unit] = {
     "outputs": _unit(1, "", "torch numpy"),
     "batch": _unit(1, "", "torch"),
     "loss_weight": _unit(1, "", "torch"),
+    "loss_scale": _unit(0),
+    "held_schedule": _unit(1),
     "parameter_groups": _unit(1, "", "torch"),
     "exchange": _unit(2, f"comm {_PURE}", "torch"),
     "failure": _unit(2, f"comm {_PURE}", "torch"),
