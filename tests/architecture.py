@@ -33,8 +33,8 @@ def _unit(layer: int, ours: str = "", outside: str = "") -> Unit:
 _PURE = "config topology schedule"
 _COMPUTE = "comm kernels batch loss_weight outputs data_parallel tensor_parallel pipeline recompute"
 _FRONT = (
-    f"engine checkpoint planner {_PURE} comm batch exchange failure outputs precision loaders logging metrics progress "
-    "whole_module layout steps strategy check tensor_parallel.random"
+    f"engine checkpoint planner {_PURE} comm kernels batch exchange failure outputs precision loaders logging metrics "
+    "progress whole_module layout steps strategy check tensor_parallel.random"
 )
 
 UNITS: dict[str, Unit] = {
@@ -46,7 +46,7 @@ UNITS: dict[str, Unit] = {
     "comm": _unit(1, _PURE, "torch"),
     "outputs": _unit(1, "", "torch"),
     "batch": _unit(1, "", "torch"),
-    "loss_weight": _unit(1, "", "torch"),
+    "loss_weight": _unit(2, "kernels", "torch"),
     "exchange": _unit(2, f"comm {_PURE}", "torch"),
     "failure": _unit(2, f"comm {_PURE}", "torch"),
     "tensor_parallel": _unit(2, f"comm kernels {_PURE}", "torch numpy"),
@@ -67,11 +67,11 @@ UNITS: dict[str, Unit] = {
     "check": _unit(4, _FRONT, "torch lightning"),
     "nn": _unit(2, "kernels", "torch"),
     "data": _unit(2, "", "torch lightning datasets tokenizers numpy rich"),
-    "compat": _unit(2, "kernels", "torch"),
+    "compat": _unit(3, "kernels nn", "torch"),
     "recipes": _unit(3, "nn data", "torch lightning"),
     "cli": _unit(
         5,
-        f"__init__ {_FRONT} kernels data recipes",
+        f"__init__ {_FRONT} data recipes",
         "torch lightning jsonargparse rich matplotlib tokenizers transformers",
     ),
     "__main__": _unit(6, "cli"),
