@@ -35,6 +35,7 @@ from lightning_ptdp.config import Auto, ParallelConfig
 from lightning_ptdp.engine import Engine
 from lightning_ptdp.exchange import Exchange
 from lightning_ptdp.failure import FailureBoard
+from lightning_ptdp.kernels.status import in_a_line
 from lightning_ptdp.layout import (
     Layout,
     Wishes,
@@ -278,7 +279,7 @@ class PTDPStrategy(ParallelStrategy):
             pin_summaries(trainer, module)
             agree_on_weights(module, self.groups)
             remember(module, layout)
-            rank_zero_info(f"{describe(layout, self.config)}; kernels: PyTorch's own operations, none compiled")
+            rank_zero_info(f"{describe(layout, self.config)}; {in_a_line()}")
         self.precision.convert_module(module)
         self._engine = Engine(self.config, self.groups, self.root_device, self._agreed_seed())
         self._engine.set_up(module, layout.partition, layout.placement)
