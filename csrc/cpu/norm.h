@@ -44,14 +44,14 @@ int norm(const Norm a, int64_t begin, int64_t end) {
   return 0;
 }
 
-template <class T>
+template <class T, bool kFromOutput>
 inline void norm_backward_row(const NormBackward& a, int64_t row, float* dweight, float* dbias) {
   const T* g = static_cast<const T*>(a.grad) + row * a.width;
   const T* saved = static_cast<const T*>(a.saved) + row * a.width;
   T* dx = static_cast<T*>(a.dx) + row * a.width;
   const float mean = a.centers ? a.mean[row] : 0.0f, rstd = a.rstd[row];
   auto normal = [&](int64_t j, auto n) {
-    if (!a.saved_is_output) return (load(saved + j, n) - mean) * rstd;
+    if (!kFromOutput) return (load(saved + j, n) - mean) * rstd;
     return (load(saved + j, n) - load_or(a.bias, j, n, 0.0f)) / divisor(load_or(a.weight, j, n, 1.0f), a.eps);
   };
   auto scaled = [&](int64_t j, auto n) { return load(g + j, n) * load_or(a.weight, j, n, 1.0f); };
@@ -70,16 +70,21 @@ inline void norm_backward_row(const NormBackward& a, int64_t row, float* dweight
   });
 }
 
-template <class T>
-int norm_backward(const NormBackward a, int64_t begin, int64_t end) {
+template <class T, bool kFromOutput>
+int norm_backward_parts(const NormBackward a, int64_t begin, int64_t end) {
   for (int64_t part = begin; part < end; ++part) {
     float* dweight = a.dweight ? a.dweight + part * a.width : nullptr;
     float* dbias = a.dbias ? a.dbias + part * a.width : nullptr;
     for (int64_t row = a.parts.first(part); row < a.parts.last(part); ++row) {
-      norm_backward_row<T>(a, row, dweight, dbias);
+      norm_backward_row<T, kFromOutput>(a, row, dweight, dbias);
     }
   }
   return 0;
+}
+
+template <class T>
+int norm_backward(const NormBackward a, int64_t begin, int64_t end) {
+  return a.saved_is_output ? norm_backward_parts<T, true>(a, begin, end) : norm_backward_parts<T, false>(a, begin, end);
 }
 
 }  // namespace
