@@ -13,10 +13,10 @@ STAMP := $(VENV)/installed
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup train test lint bench docs clean
+.PHONY: help setup train test lint bench gpu-check docs clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-6s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: $(STAMP) ## make .venv and install everything into it (PYTHON=python3)
 
@@ -38,6 +38,19 @@ lint: setup ## check style and types
 bench: setup ## run every benchmark, one after the other
 	@set -e; for script in benchmarks/*.py; do echo "bench: $$script"; $(BIN)/python "$$script"; done
 
+# Needs no network. The tests skip themselves where there is no GPU; the sanitizer comes with CUDA.
+gpu-check: setup ## check the CUDA kernels on this machine's GPU: values, opcheck, sanitizer, times into gpu-kernels.csv
+	@echo "gpu-check: values and opcheck"
+	@$(BIN)/python -m pytest -q -rs tests/gpu
+	@if ! $(BIN)/python -c 'import torch, sys; sys.exit(not torch.cuda.is_available())'; then \
+	  echo "gpu-check: no GPU, so neither the sanitizer nor times"; exit 0; fi; \
+	if command -v compute-sanitizer >/dev/null; then \
+	  for tool in memcheck racecheck synccheck; do echo "gpu-check: compute-sanitizer $$tool"; \
+	    compute-sanitizer --tool $$tool --error-exitcode 1 $(BIN)/python -m tests.gpu.once || exit 1; done; \
+	else echo "gpu-check: no compute-sanitizer on the path, so memory and races were not checked"; fi; \
+	echo "gpu-check: times"; \
+	$(BIN)/python benchmarks/kernels.py --device cuda --rounds 30 --inductor --csv gpu-kernels.csv
+
 docs: setup ## build the documentation into docs/_build/html
 	@echo "docs: building docs/_build/html"
 	@$(BIN)/python -m sphinx -q -W -b html docs docs/_build/html
@@ -49,7 +62,7 @@ clean: ## remove what builds, tests and benchmarks left, but not .venv
 
 # The stamp is written last, so a set-up that failed is done again. PyTorch comes first and by its exact version:
 # an open range would let the other packages pull in the newest build for CUDA.
-$(STAMP): pyproject.toml setup.py constraints.txt $(wildcard csrc/*) | $(BIN)/python
+$(STAMP): pyproject.toml setup.py constraints.txt $(wildcard csrc/* csrc/*/*) lightning_ptdp/kernels/build.py | $(BIN)/python
 	@rm -f $@
 	@echo "setup: installing PyTorch"
 	@$(PIP) $(TORCH_ARGS) torch

@@ -19,6 +19,10 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from lightning_ptdp.kernels.cross_entropy import cross_entropy
+
+_LOSSES = (F.cross_entropy, F.nll_loss, cross_entropy)
+
 
 @dataclass(frozen=True, slots=True)
 class Weight:
@@ -56,7 +60,7 @@ class TargetCounter(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if (func is F.cross_entropy or func is F.nll_loss) and torch.is_grad_enabled():
+        if func in _LOSSES and torch.is_grad_enabled():
             self.calls.append(_describe(*args, **kwargs))
         return func(*args, **kwargs)
 

@@ -27,9 +27,10 @@ log = logging.getLogger(__name__)
 class PTDPPrecision(Precision):
     """What dtypes a run uses.
 
-    "32-true" and "64-true" keep weights and compute in float32 and float64. "bf16-mixed" and "16-mixed" run operations in
-    16 bits under autocast over float32 weights. "bf16-true" and "16-true" keep weights and compute in 16 bits; optimizers
-    step float32 main weights. Gradients accumulate and are reduced in float32, or wider. The two of float16 scale the loss.
+    "32-true" and "64-true" keep weights and compute in float32 and float64. "bf16-mixed" and "16-mixed" run operations
+    in 16 bits under autocast over float32 weights. "bf16-true" and "16-true" keep weights and compute in 16 bits, and
+    optimizers step float32 main weights. Gradients accumulate and are reduced in float32, or wider. The two of float16
+    scale the loss.
 
     num_updates: of the optimizers. num_skipped: steps without an update, since gradients were not finite.
     """

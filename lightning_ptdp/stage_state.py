@@ -26,6 +26,7 @@ import lightning.pytorch as pl
 import numpy as np
 import torch
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
 from lightning_ptdp.comm.collectives import broadcast_object
@@ -53,10 +54,10 @@ class StageState(Callback):
             parcel = Parcel.of(changes(before, state_of(module)))
         parcel = broadcast_object(parcel, self._groups.pipeline_ranks[-1], self._groups.pipeline)
         if parcel.stuck:
-            raise ValueError(
-                f"steps put values into the attributes {list(parcel.stuck)} that cannot go to the pipeline's other "
-                "stages for the hooks at the end of the epoch; keep there only what pickle can save (numbers, strings, "
-                "tensors, and lists, dicts and objects of them), or set the attribute outside of steps"
+            rank_zero_warn(
+                f"steps put values into the attributes {list(parcel.stuck)} that pickle cannot save, so they cannot go "
+                "to the pipeline's other stages, whose hooks at the end of the epoch see what they had before; "
+                "keep numbers, strings, tensors, and lists, dicts and objects of them there if those hooks use them"
             )
         if not self._groups.is_last_pipeline_rank:
             parcel.unpack_into(module, self._device)
@@ -190,7 +191,8 @@ class Parcel:
         try:
             return cls(_saved(dict(values)))
         except Exception:  # of the user's own classes, so any kind
-            return cls(stuck=tuple(name for name, value in values.items() if not _can_be_saved(value)))
+            fit = {name: value for name, value in values.items() if _can_be_saved(value)}
+            return cls(_saved(fit), tuple(name for name in values if name not in fit))
 
     def unpack_into(self, module: nn.Module, device: torch.device) -> None:
         """Set the attributes; lists, dicts and sets stay the same objects, filled anew."""

@@ -51,6 +51,7 @@ from lightning_ptdp.exchange import Exchange
 from lightning_ptdp.failure import FailureBoard
 from lightning_ptdp.held_schedule import hold
 from lightning_ptdp.holdings import holdings, table
+from lightning_ptdp.kernels.status import in_a_line
 from lightning_ptdp.layout import (
     Layout,
     Wishes,
@@ -355,7 +356,7 @@ class PTDPStrategy(ParallelStrategy):
         if is_whole:
             agree_on_weights(module, self.groups)
             remember(module, layout)
-            rank_zero_info(f"{describe(layout, self.config)}; kernels: PyTorch's own operations, none compiled")
+            rank_zero_info(f"{describe(layout, self.config)}; {in_a_line()}")
             if has_summary and layout.topology.replica_size > 1:
                 rank_zero_info(table(holdings(module, layout)))
         warning = batch_norm_warning(module, layout.topology, self.config) if fits else None

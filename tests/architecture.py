@@ -33,9 +33,9 @@ def _unit(layer: int, ours: str = "", outside: str = "") -> Unit:
 _PURE = "config topology schedule"
 _COMPUTE = "comm kernels batch loss_weight outputs data_parallel tensor_parallel pipeline recompute"
 _FRONT = (
-    f"engine checkpoint planner {_PURE} comm batch exchange failure outputs precision loaders logging log_calls "
-    "hook_logs metrics progress predictions stage_state stopping whole_module layout steps strategy check callbacks "
-    "averages holdings loss_scale held_schedule parameter_groups preflight inventory refusals tensor_parallel.random"
+    f"engine checkpoint planner {_PURE} comm kernels batch exchange failure outputs precision loaders logging "
+    "log_calls hook_logs metrics progress predictions stage_state stopping whole_module layout steps strategy check "
+    "callbacks averages holdings loss_scale held_schedule parameter_groups preflight inventory refusals tensor_parallel.random"
 )
 
 UNITS: dict[str, Unit] = {
@@ -47,10 +47,10 @@ UNITS: dict[str, Unit] = {
     "comm": _unit(1, _PURE, "torch numpy"),
     "outputs": _unit(1, "", "torch numpy"),
     "batch": _unit(1, "", "torch"),
-    "loss_weight": _unit(1, "", "torch"),
     "loss_scale": _unit(0),
     "held_schedule": _unit(1),
     "parameter_groups": _unit(1, "", "torch"),
+    "loss_weight": _unit(2, "kernels", "torch"),
     "exchange": _unit(2, f"comm {_PURE}", "torch"),
     "failure": _unit(2, f"comm {_PURE}", "torch"),
     "preflight": _unit(2, "comm", "torch"),
@@ -83,11 +83,11 @@ UNITS: dict[str, Unit] = {
     "strategy": _unit(4, f"data_parallel.scaling {_FRONT}", "torch lightning"),
     "nn": _unit(2, "kernels", "torch"),
     "data": _unit(2, "", "torch lightning datasets tokenizers numpy rich"),
-    "compat": _unit(2, "kernels", "torch"),
+    "compat": _unit(3, "kernels nn", "torch"),
     "recipes": _unit(3, "nn data", "torch lightning torchmetrics"),
     "cli": _unit(
         5,
-        f"__init__ {_FRONT} kernels data recipes",
+        f"__init__ {_FRONT} data recipes",
         "torch lightning jsonargparse rich matplotlib tokenizers transformers",
     ),
     "__main__": _unit(6, "cli"),

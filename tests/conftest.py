@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from lightning_ptdp import kernels
 from tests.host_warnings import ini_lines
 from tests.hygiene import Surroundings, seed_everything
 from tests.spmd import close_pool, warm_pool
@@ -22,6 +23,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Let the fork server import on another core while the first tests run, if any test may use it."""
+    if not session.config.option.collectonly:
+        kernels.load()  # once, before workers would all wait for the build
     modules = {item.module for item in session.items if isinstance(item, pytest.Function)}
     if not session.config.option.collectonly and any({"spmd", "run_spmd"} & vars(module).keys() for module in modules):
         warm_pool()

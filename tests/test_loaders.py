@@ -209,16 +209,17 @@ def test_evaluation_of_nothing_ends_at_once():
 
 
 def lengths_of(loaders):
-    """The length that an `EvenLoader` has, in training and in evaluation."""
+    """The length that a loader has once it is prepared, for training and for evaluation."""
     groups = Groups.create(Topology(data_parallel_size=2), "cpu")
     mine = loaders[dist.get_rank()]
-    even = [EvenLoader(mine, groups, repeats_last=repeats, warn=print) for repeats in (False, True)]
+    stages = (RunningStage.TRAINING, RunningStage.VALIDATING)
+    even = [prepare(mine, groups, stage=stage, shares=False, warn=print) for stage in stages]
     groups.destroy()
     return [sized_len(loader) for loader in even]
 
 
 @pytest.mark.parametrize(
-    ("loaders", "lengths"), [([[1, 2], [3, 4]], [2, 2]), ([[1, 2], [3]], [None, 2]), ([[1], None], [None, None])]
+    ("loaders", "lengths"), [([[1, 2], [3, 4]], [2, 2]), ([[1, 2], [3]], [1, 2]), ([[1], None], [None, None])]
 )
 def test_length_is_what_all_replicas_will_give(loaders, lengths):
     assert run_spmd(lengths_of, loaders=loaders) == [lengths, lengths]

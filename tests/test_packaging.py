@@ -1,5 +1,6 @@
 """What an installed lightning_ptdp consists of."""
 
+import os
 import shutil
 import subprocess
 import sys
@@ -32,15 +33,42 @@ def source(tmp_path_factory):
     return root
 
 
+def build_wheel(source, folder, **variables):
+    """The wheel of a source tree; the compiled kernels come from the machine's cache where they are in it."""
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir"]
+    environment = {**os.environ, **variables}
+    built = subprocess.run([*command, folder, source], capture_output=True, text=True, check=False, env=environment)
+    assert built.returncode == 0, built.stderr
+    (path,) = folder.glob("*.whl")
+    return path
+
+
+def names_in(path):
+    return {name for name in ZipFile(path).namelist() if ".dist-info/" not in name}
+
+
 @pytest.fixture(scope="module")
 def wheel(source, tmp_path_factory):
     """The names of the files in the wheel."""
-    folder = tmp_path_factory.mktemp("wheel")
-    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir"]
-    built = subprocess.run([*command, folder, source], capture_output=True, text=True, check=False)
-    assert built.returncode == 0, built.stderr
-    (path,) = folder.glob("*.whl")
-    return {name for name in ZipFile(path).namelist() if ".dist-info/" not in name}
+    return names_in(build_wheel(source, tmp_path_factory.mktemp("wheel")))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++ to compile the kernels")
+def test_wheel_with_a_compiler_carries_the_kernels_for_every_python(source, tmp_path):
+    path = build_wheel(source, tmp_path, PTDP_BUILD="auto")
+    assert path.name.startswith("lightning_ptdp-0.1.0-py3-none-linux_")
+    assert "lightning_ptdp/kernels/libptdp_kernels.so" in names_in(path)
+
+
+@pytest.mark.slow
+def test_wheel_without_a_compiler_is_pure_python_with_the_sources(source, tmp_path):
+    path = build_wheel(source, tmp_path, CXX="no-such-compiler")
+    assert path.name == "lightning_ptdp-0.1.0-py3-none-any.whl"
+    names = names_in(path)
+    assert not [name for name in names if name.endswith(".so")]
+    sources = {str("lightning_ptdp" / file.relative_to(source)) for file in source.glob("csrc/**/*.*")}
+    assert {"lightning_ptdp/csrc/api.h", "lightning_ptdp/csrc/cuda/kernels.cu"} <= sources <= names
 
 
 @pytest.mark.slow

@@ -126,6 +126,7 @@ def _run_rank(
 ) -> Part:
     engine = Engine(config, groups, CPU, seed, checks_agreement=False)
     engine.set_up(module, layout.partition, layout.placement)
+    engine.join_statistics(module, all_batch_norms=False)
     engine.bind(module, list(dict.fromkeys(p for p in module.parameters() if p.requires_grad)))
     engine.agree()
     num_microbatches = 0

@@ -38,6 +38,8 @@ COMMANDS = {
     ),
     "generate": Command("continue a text with a trained recipe", "lightning_ptdp.cli.generate:generate"),
     "data": Command("prepare a corpus and count it", "lightning_ptdp.cli.corpus:prepare_corpus"),
+    "kernels": Command("say which kernels are compiled", "lightning_ptdp.cli.kernels:show_kernels"),
+    "doctor": Command("say what this machine has", "lightning_ptdp.cli.kernels:diagnose"),
     "recipes": Command("list the bundled configurations", "lightning_ptdp.cli.recipes:list_recipes"),
 }
 

@@ -3,13 +3,16 @@
 from importlib.util import find_spec
 from pathlib import Path
 
-from .terminal import show_table
+from .terminal import say, show_table
 
 
 def list_recipes() -> None:
-    """List the bundled configurations: name, what it is, where it lies."""
-    rows = [[name, describe(path), str(path)] for name, path in bundled_recipes().items()]
-    show_table("bundled recipes: ptdp fit --config NAME", ["name", "what it is", "file"], rows)
+    """List the bundled configurations: name, what it is, and where they lie."""
+    recipes = bundled_recipes()
+    rows = [[name, describe(path)] for name, path in recipes.items()]
+    show_table("bundled recipes: ptdp fit --config NAME", ["name", "what it is"], rows)
+    for folder in dict.fromkeys(path.parents[2] for path in recipes.values()):
+        say(f"files: {folder}/*/configs/*.yaml")
 
 
 def bundled_recipes() -> dict[str, Path]:

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 from lightning_ptdp.comm.collectives import chunk_sizes, gather_from
+from lightning_ptdp.kernels.cross_entropy import cross_entropy
 from lightning_ptdp.tensor_parallel.cross_entropy import vocabulary_parallel_cross_entropy
 
 _METHODS: Any = torch.Tensor
@@ -158,7 +159,7 @@ class SplitLogits(Tensor):
             return self._reshaped(func, args, kwargs)
         if func is _METHODS.__getitem__:
             return self._indexed(args[1])
-        if func is F.cross_entropy:
+        if func is F.cross_entropy or func is cross_entropy:
             return self._cross_entropy(*args[1:], **kwargs)
         return NotImplemented
 

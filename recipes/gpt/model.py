@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lightning_ptdp.nn.functional import bias_gelu
+
 INIT_STD = 0.02
 
 
@@ -149,7 +151,7 @@ class MLP(nn.Module):
         self.drop = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.drop(self.down(F.gelu(self.up(x), approximate="tanh")))
+        out: Tensor = self.drop(self.down(bias_gelu(self.up(x))))
         return out
 
 

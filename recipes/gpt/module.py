@@ -8,9 +8,9 @@ import lightning as L
 import torch
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from lightning_ptdp.data import IGNORED, TextDataModule
+from lightning_ptdp.nn.functional import cross_entropy
 
 from .model import GPT
 
@@ -118,7 +118,7 @@ class GPTModule(L.LightningModule):
 
     def _loss(self, batch: Batch) -> Tensor:
         logits = self(batch["input_ids"])
-        return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=IGNORED)
+        return cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=IGNORED)
 
 
 def warmup_cosine(step: int, *, warmup_steps: int, total_steps: float, lowest: float) -> float:

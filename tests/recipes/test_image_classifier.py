@@ -61,7 +61,7 @@ def test_one_word_more_changes_no_number(devices, tmp_path):
     folders = [str(tmp_path / name) for name in ("plain", "ptdp")]
     (one,) = run_spmd(project, world_size=1, folder=folders[0], strategy="auto", devices=1, timeout=60.0)
     ranks = run_spmd(project, world_size=devices, folder=folders[1], strategy="ptdp", devices=devices, timeout=60.0)
-    assert sum(rank["predicted"] for rank in ranks) == one["predicted"] == 51
+    assert ranks[0]["predicted"] == one["predicted"] == 51
     for rank in ranks:
         assert rank["metrics"] == pytest.approx(one["metrics"], abs=1e-9)
         assert (rank["best"], rank["stopped"]) == (one["best"], one["stopped"])

@@ -11,13 +11,12 @@ import lightning
 import torch
 import torchmetrics
 from lightning.pytorch.callbacks import (
-    Callback,
+    BatchSizeFinder,
     EarlyStopping,
     GradientAccumulationScheduler,
     ModelCheckpoint,
-    StochasticWeightAveraging,
+    ModelPruning,
     Timer,
-    WeightAveraging,
 )
 from torch import Tensor, nn, optim
 
@@ -255,11 +254,6 @@ def on_rank_1(*patches: Any) -> Callable[[int], AbstractContextManager[Any]]:
     return enter
 
 
-def average() -> list[Callback]:
-    """A callback that copies the module."""
-    return [WeightAveraging()]
-
-
 SIZE = "must be a whole number of at least 1"
 OTHERS = "let no argument depend on the rank"
 SAME_MODULE = "build it from the same arguments on every rank"
@@ -471,9 +465,13 @@ CONFIGURATIONS: dict[str, Broken] = {
         make=optimized(lambda ps: optim.SGD([*ps, nn.Parameter(torch.ones(3))], lr=0.1)),
     ),
     # callbacks
-    "weight averaging on stages": row("WeightAveraging", p=2, trainer={"callbacks": average}),
-    "stochastic averaging on pieces": row(
-        "StochasticWeightAveraging", **TENSORS, trainer={"callbacks": lambda: [StochasticWeightAveraging(0.1)]}
+    "batch size finder": row(
+        "BatchSizeFinder searches for the size", p=2, trainer={"callbacks": lambda: [BatchSizeFinder()]}
+    ),
+    "pruning on pieces": row(
+        "ModelPruning compares weights of the whole model",
+        **TENSORS,
+        trainer={"callbacks": lambda: [ModelPruning("l1_unstructured", amount=0.5)]},
     ),
     # ranks that differ: versions
     "torch": row(

@@ -8,6 +8,7 @@ from torch import nn
 from lightning_ptdp import PTDPStrategy
 from tests.fits import Tracker
 from tests.hygiene import seed_everything
+from tests.kept import Kept
 from tests.oracle import ReplicaBatches, quiet_trainer
 from tests.spmd import run_spmd
 
@@ -41,7 +42,7 @@ class FiveLong(pl.LightningModule):
     def __init__(self, has_hook):
         super().__init__()
         self.blocks = nn.ModuleList([A(), B()])
-        self.has_hook, self.seen = has_hook, []
+        self.has_hook, self.seen = has_hook, Kept([])
 
     def training_step(self, batch, batch_idx):
         x = batch
@@ -52,7 +53,7 @@ class FiveLong(pl.LightningModule):
     def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None):
         if self.has_hook:
             found = {name: p.grad.flatten().tolist() for name, p in self.named_parameters()}
-            self.seen.append((found, float(self.trainer.strategy.gradient_norm())))
+            self.seen.value.append((found, float(self.trainer.strategy.gradient_norm())))
         self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
     def configure_optimizers(self):
@@ -77,7 +78,7 @@ def clipped(algorithm, has_hook):
         gradient_clip_algorithm=algorithm,
     )
     trainer.fit(module, datamodule=ReplicaBatches([torch.ones(2, 1)]))
-    return tracker.fit.weights, module.seen, strategy.groups.at.pipeline
+    return tracker.fit.weights, module.seen.value, strategy.groups.at.pipeline
 
 
 @pytest.mark.parametrize("has_hook", [False, True], ids=["", "with a hook"])

@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader
 from lightning_ptdp import PTDPStrategy
 from tests.fits import LAYOUTS, Net, batches_of
 from tests.hygiene import seed_everything
+from tests.kept import Kept
 from tests.oracle import quiet_trainer, rows_of
 from tests.spmd import run_spmd
 
@@ -53,11 +54,11 @@ def hooks_of(*classes):
 
 
 def noting(base, owner, hooks):
-    """A subclass that appends each hook to `self.calls` when it is called."""
+    """A subclass that appends each hook to `self.calls.value` when it is called."""
 
     def note(hook):
         def method(self, *args, **kwargs):
-            self.calls.append(f"{owner}.{hook}")
+            self.calls.value.append(f"{owner}.{hook}")
             return getattr(super(noted, self), hook)(*args, **kwargs)
 
         return method
@@ -78,7 +79,7 @@ def calls_of(folder, strategy):
     """Every call in two epochs with accumulation, validation, checkpoints and fresh loaders, and then in `validate`."""
     seed_everything()
     module, data, callback = NotingModule(), NotingData(), NotingCallback()
-    calls = module.calls = data.calls = callback.calls = []
+    calls = module.calls = data.calls = callback.calls = Kept([])
     trainer = quiet_trainer(
         "auto" if strategy is None else PTDPStrategy(**strategy),
         callbacks=[callback, ModelCheckpoint(folder, monitor="val_loss", save_last=True)],
@@ -92,7 +93,7 @@ def calls_of(folder, strategy):
     )
     trainer.fit(module, datamodule=data)
     trainer.validate(module, datamodule=data, verbose=False)
-    return calls
+    return calls.value
 
 
 @pytest.mark.parametrize("layout", ["t2", "p2v2", "p2d2"])

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from lightning_ptdp import PTDPStrategy
+from tests.kept import Kept
 from tests.oracle import ReplicaBatches, quiet_trainer
 from tests.spmd import run_spmd
 
@@ -43,12 +44,12 @@ class WatchedNet(pl.LightningModule):
 
     def __init__(self):
         super().__init__()
-        self.peak = Peak()
+        self.peak = Kept(Peak())
         self.embed = nn.Linear(4, 4)
-        self.blocks = nn.ModuleList(Watched(self.peak) for _ in range(4))
+        self.blocks = nn.ModuleList(Watched(self.peak.value) for _ in range(4))
 
     def on_train_batch_start(self, batch, batch_idx):
-        self.peak.of_steps.append(0)
+        self.peak.value.of_steps.append(0)
 
     def training_step(self, batch, batch_idx):
         x = self.embed(batch)
@@ -77,7 +78,7 @@ def peaks(p, v, schedule):
         trainer.fit(module, datamodule=ReplicaBatches([torch.randn(8, 4) for _ in range(NUM_STEPS)]))
     finally:
         gc.enable()
-    return trainer.strategy.groups.at.pipeline, module.peak.of_steps
+    return trainer.strategy.groups.at.pipeline, module.peak.value.of_steps
 
 
 @pytest.mark.parametrize(

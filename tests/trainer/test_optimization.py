@@ -241,7 +241,6 @@ class ReturnsNone(Net):
         ("t2", ClipsItsPart, {}, r"rank 0 by 0\.\d+, rank 1 by 0\.\d+"),
         ("d2", TwoClosures, TWO_EPOCHS, "optimizer_step called its closure again"),
         ("p2", NeverCloses, {}, "The closure hasn't been executed"),
-        ("p2", ReturnsNone, {}, 'return {"loss": loss, "weight": 0}'),
     ],
 )
 def test_what_would_be_wrong_is_refused(layout, make, trainer, words):

@@ -8,6 +8,7 @@ from unittest.mock import patch
 import pytest
 
 from lightning_ptdp import PTDPStrategy
+from lightning_ptdp.kernels import library, status
 from tests.models import GPT, texts
 from tests.oracle import ReplicaBatches, assert_same, join, quiet_trainer, serial, train
 from tests.spmd import run_spmd
@@ -62,9 +63,20 @@ def test_no_optional_package_is_needed(with_other_apex, tmp_path):
 
 def train_on_a_bare_machine(batches, folder):
     """No compiled kernels and no optional package is loaded, and the usual variable is not set."""
-    with patch.object(sys, "path", [folder, *sys.path]), patch.dict(os.environ):
+    bare = library.Library(None, "no C++ compiler")
+    with (
+        patch.object(sys, "path", [folder, *sys.path]),
+        patch.dict(os.environ),
+        patch.object(library, "load", lambda: bare),
+        patch.object(status, "load", lambda: bare),
+        patch("lightning_ptdp.strategy.rank_zero_info") as said,
+    ):
         os.environ.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)
         part = train(GPT, batches, {}, {"pipeline_parallel_size": 2})
+        (line,) = [call.args[0] for call in said.call_args_list if "kernels:" in call.args[0]]
+        assert "kernels: none compiled, PyTorch's own operations serve (no C++ compiler)" in line
+        has_other_apex = os.path.exists(os.path.join(folder, "apex.py"))
+        assert ("the package apex is not NVIDIA's and is left alone" in line) == has_other_apex
         assert not {"apex", "transformer_engine", "lightning_ptdp._C"} & sys.modules.keys()
     return part
 

@@ -35,11 +35,11 @@ class Twice(GPT):
         return super().loss(batch) + super().loss(batch)
 
 
-class WithoutALoss(GPT):
-    """Skips the step."""
+class ManyLosses(GPT):
+    """Returns two numbers."""
 
     def training_step(self, batch, batch_idx):
-        self.loss(batch)
+        return self.loss(batch).repeat(2)
 
 
 class Reentrant(GPT):
@@ -55,7 +55,7 @@ class Reentrant(GPT):
 STEPS = {
     "never calls the model": (WithoutTheModel, "the step returned after 0 of the 4 blocks of 'blocks'"),
     "calls it twice": (Twice, "the step calls the model a second time"),
-    "returns nothing": (WithoutALoss, "training_step must return a loss of one number"),
+    "returns two numbers": (ManyLosses, "training_step must return a loss of one number"),
     "checkpoints with reentry": (Reentrant, "use_reentrant=False"),
 }
 

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from lightning_ptdp import PTDPStrategy
 from tests.hygiene import seed_everything
+from tests.kept import Kept
 from tests.models import GPT, texts
 from tests.oracle import ReplicaBatches, join, parallel, quiet_trainer, serial, train
 from tests.spmd import run_spmd
@@ -57,7 +58,7 @@ class DrawingBlock(nn.Module):
 
     def forward(self, x):
         mask = F.dropout(torch.ones(64), 0.5, training=True)
-        self.masks.append(tuple(mask.tolist()))
+        self.masks.value.append(tuple(mask.tolist()))
         return self.linear(x) * mask.mean()
 
 
@@ -66,11 +67,11 @@ class DrawingNet(pl.LightningModule):
 
     def __init__(self):
         super().__init__()
-        self.seen = defaultdict(list)
-        self.blocks = nn.ModuleList(DrawingBlock(self.seen[f"block {i}"]) for i in range(2))
+        self.seen = Kept(defaultdict(list))
+        self.blocks = nn.ModuleList(DrawingBlock(Kept(self.seen.value[f"block {i}"])) for i in range(2))
 
     def training_step(self, batch, batch_idx):
-        self.seen["before the model"].append(tuple(torch.rand(4).tolist()))
+        self.seen.value["before the model"].append(tuple(torch.rand(4).tolist()))
         x = batch
         for block in self.blocks:
             x = block(x)
@@ -86,8 +87,8 @@ def draws(p):
     module = DrawingNet()
     trainer = quiet_trainer(PTDPStrategy(pipeline_parallel_size=p, micro_batch_size=1), use_distributed_sampler=False)
     trainer.fit(module, datamodule=ReplicaBatches([torch.ones(4, 4), torch.ones(4, 4)]))
-    at = trainer.strategy.groups.at
-    return at.pipeline, at.data, {place: drawn for place, drawn in module.seen.items() if drawn}, torch.rand(4).tolist()
+    at, seen = trainer.strategy.groups.at, module.seen.value
+    return at.pipeline, at.data, {place: drawn for place, drawn in seen.items() if drawn}, torch.rand(4).tolist()
 
 
 def test_stages_draw_alike_before_the_model_and_apart_inside_it():

@@ -2,6 +2,7 @@
 
 import threading
 from collections import defaultdict
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -152,18 +153,18 @@ class HoldingGPT(CollectingGPT):
     """Keeps what cannot be sent."""
 
     def validation_step(self, batch, batch_idx):
-        self.loss(batch)
-        self.losses.append(1.0)
+        self.losses.append(self.loss(batch))
         self.lock = threading.Lock()
 
+    def on_validation_epoch_end(self):
+        assert len(self.losses) == len(BATCHES), "the others are carried"
 
-def refusal():
-    with pytest.raises(ValueError, match="cannot go to the pipeline's other stages") as caught:
+
+def validate_while_holding():
+    told = pytest.warns(UserWarning, match=r"attributes \['lock'\] that pickle cannot save")
+    with told if torch.distributed.get_rank() == 0 else nullcontext():
         quiet_trainer(PTDPStrategy(pipeline_parallel_size=2)).validate(HoldingGPT(), datamodule=Data(BATCHES))
-    return str(caught.value)
 
 
-def test_what_cannot_be_sent_is_refused_by_name_on_every_rank():
-    texts_of_ranks = run_spmd(refusal)
-    assert texts_of_ranks[0] == texts_of_ranks[1]
-    assert "['lock']" in texts_of_ranks[0]
+def test_what_cannot_be_sent_is_named_and_left():
+    run_spmd(validate_while_holding)

@@ -1,0 +1,54 @@
+#pragma once
+#include <vector>
+
+#include "norm.h"
+#include "vector.h"
+
+namespace ptdp {
+namespace {
+
+// keep[j] = 1 / (1 - p) where element j of the row stays, else 0.
+inline void draw_row(float* keep, int64_t seed, int64_t row, int64_t width, float p) {
+  const uint32_t below = drop_below(p);
+  const float kept = p < 1 ? 1.0f / (1.0f - p) : 0.0f;
+  const uint64_t first = static_cast<uint64_t>(row) * static_cast<uint64_t>(width);
+  for (int64_t j = 0; j < width; ++j) keep[j] = draw(static_cast<uint64_t>(seed), first + j) < below ? 0.0f : kept;
+}
+
+template <class T>
+int dropout_add(const DropoutAdd a, int64_t begin, int64_t end) {
+  std::vector<float> keep(a.width, 1.0f);
+  for (int64_t row = begin; row < end; ++row) {
+    const T* x = static_cast<const T*>(a.x) + row * a.width;
+    const T* residual = static_cast<const T*>(a.residual) + row * a.width;
+    T* y = static_cast<T*>(a.y) + row * a.width;
+    if (a.p > 0) draw_row(keep.data(), *a.seed, row, a.width, a.p);
+    each(a.width, [&](int64_t j, auto n) {
+      const V v = load(x + j, n) + load_or(a.bias, j, n, 0.0f), k = load(keep.data() + j, n);
+      store(y + j, load(residual + j, n) + (k == 0 ? V{} : v * k), n);
+    });
+  }
+  return 0;
+}
+
+template <class T>
+int dropout_add_backward(const DropoutAddBackward a, int64_t begin, int64_t end) {
+  std::vector<float> keep(a.width, 1.0f);
+  for (int64_t part = begin; part < end; ++part) {
+    float* dbias = a.dbias ? a.dbias + part * a.width : nullptr;
+    for (int64_t row = a.parts.first(part); row < a.parts.last(part); ++row) {
+      const T* g = static_cast<const T*>(a.grad) + row * a.width;
+      T* dx = static_cast<T*>(a.dx) + row * a.width;
+      if (a.p > 0) draw_row(keep.data(), *a.seed, row, a.width, a.p);
+      each(a.width, [&](int64_t j, auto n) {
+        const V k = load(keep.data() + j, n), d = k == 0 ? V{} : load(g + j, n) * k;
+        store(dx + j, d, n);
+        add_to(dbias, j, d, n);
+      });
+    }
+  }
+  return 0;
+}
+
+}  // namespace
+}  // namespace ptdp

@@ -1,0 +1,1 @@
+"""Names of other libraries over our own operations."""
