@@ -35,7 +35,8 @@ _COMPUTE = "comm kernels batch loss_weight outputs data_parallel tensor_parallel
 _FRONT = (
     f"engine checkpoint planner {_PURE} comm kernels batch exchange failure outputs precision loaders logging "
     "log_calls hook_logs metrics progress predictions stage_state stopping whole_module layout steps strategy check "
-    "callbacks averages holdings loss_scale held_schedule parameter_groups preflight inventory refusals tensor_parallel.random"
+    "callbacks averages holdings loss_scale held_schedule parameter_groups preflight inventory refusals "
+    "tensor_parallel.random"
 )
 
 UNITS: dict[str, Unit] = {
