@@ -11,7 +11,6 @@ import lightning
 import torch
 import torchmetrics
 from lightning.pytorch.callbacks import (
-    BatchSizeFinder,
     EarlyStopping,
     GradientAccumulationScheduler,
     ModelCheckpoint,
@@ -465,9 +464,6 @@ CONFIGURATIONS: dict[str, Broken] = {
         make=optimized(lambda ps: optim.SGD([*ps, nn.Parameter(torch.ones(3))], lr=0.1)),
     ),
     # callbacks
-    "batch size finder": row(
-        "BatchSizeFinder searches for the size", p=2, trainer={"callbacks": lambda: [BatchSizeFinder()]}
-    ),
     "pruning on pieces": row(
         "ModelPruning compares weights of the whole model",
         **TENSORS,
