@@ -126,6 +126,7 @@ class Engine:
         self.buffers: GradientBuffers | None = None
         self.mains: MainWeights | None = None
         self._shards = False
+        self._first_nonfinite = ""
         self.manual: ManualGradients | None = None
         self._moving: MovingBuffers | None = None
         self._restore_batch_norms: Callable[[], None] | None = None
@@ -489,6 +490,38 @@ class Engine:
         """Whether all reduced gradients of all ranks are."""
         assert self.buffers is not None, "a batch was run"
         return bool(all_reduce_(torch.tensor(int(self.buffers.is_finite())), self.groups.world, MIN))
+
+    def watch_gradients(self, module: nn.Module, *, is_on: bool) -> None:
+        """Look at each gradient of the next batch as it comes, or stop."""
+        assert self.buffers is not None, "bind comes before the first batch"
+        self._first_nonfinite = ""
+        names = self.plain_names(module)
+
+        def note(parameter: nn.Parameter) -> None:
+            action = self._current
+            if not self._first_nonfinite and action is not None:
+                where = self.groups.topology.describe(self.groups.rank)
+                self._first_nonfinite = (
+                    f"{names[parameter]!r} on {where}, stage {action.stage}, microbatch {action.microbatch}"
+                )
+
+        self.buffers.on_nonfinite = note if is_on else None
+
+    def refuse_nonfinite(self, scale: float | None) -> None:
+        """Raise on every rank if any saw a gradient that is not finite in the batch that was watched.
+
+        scale: of the loss; None where it has none.
+
+        Raises:
+            FloatingPointError: with the first parameter, stage and microbatch of each such rank.
+        """
+        seen = [text for text in gather_objects(self._first_nonfinite, self.groups.world) if text]
+        if seen:
+            scaled = "" if scale is None else f" at loss scale {scale:g}, the lowest"
+            raise FloatingPointError(
+                f"gradients are not finite{scaled}: first that of {'; '.join(seen)}; look at the loss and the data of "
+                "that batch, lower the learning rate, clip gradients, or train in bfloat16"
+            )
 
     def refresh_weights(self) -> None:
         """After the optimizers stepped: bring the module's parameters up to date."""

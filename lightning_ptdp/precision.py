@@ -99,6 +99,11 @@ class PTDPPrecision(Precision):
             self._after_hooks()
 
     @property
+    def has_main_weights(self) -> bool:
+        """Whether optimizers step float32 copies of the weights."""
+        return self.precision in ("bf16-true", "16-true")
+
+    @property
     def scale(self) -> float:
         """What losses are multiplied by before backward, and gradients divided by after it."""
         return 1.0 if self.loss_scale is None else self.loss_scale.value

@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 
 import lightning.pytorch as pl
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import LBFGS, Optimizer, SparseAdam
@@ -16,8 +17,8 @@ from lightning_ptdp.probe import Verdict, judge
 from lightning_ptdp.topology import Topology
 
 _ELSE = (
-    "use an optimizer that treats each element alone (AdamW, SGD), or tensor_parallel_size=1 and "
-    "pipeline_parallel_size=1"
+    "use an optimizer that treats each element alone (AdamW, SGD), or tensor_parallel_size=1, pipeline_parallel_size=1 "
+    "and no distributed_optimizer"
 )
 _NAMED = 4  # modules or parameters that a message lists
 
@@ -40,11 +41,13 @@ def _refused_steps(module: pl.LightningModule, topology: Topology) -> list[str]:
             "manual optimization runs backward inside training_step, where only the last stage arrives; use "
             "automatic optimization, or pipeline_parallel_size=1"
         )
-    if p > 1 and "dataloader_iter" in inspect.signature(step).parameters:
-        faults.append(
-            "training_step takes dataloader_iter, and runs once a microbatch on every stage: each would draw batches "
-            f"of its own; take the batch instead, or use pipeline_parallel_size=1 (it is {p})"
-        )
+    if p > 1:
+        faults += [
+            f"{name} takes dataloader_iter, and a pipeline must see the batch before the step runs, to cut it; take "
+            f"the batch instead, or use pipeline_parallel_size=1 (it is {p})"
+            for name in ("training_step", "validation_step", "test_step", "predict_step")
+            if is_param_in_hook_signature(getattr(module, name), "dataloader_iter", explicit=True)
+        ]
     return faults
 
 
@@ -87,18 +90,37 @@ def foreign_parameters(module: nn.Module, optimizers: Sequence[Optimizer]) -> li
     ]
 
 
-def refused_optimizers(optimizers: Sequence[Optimizer], topology: Topology) -> list[str]:
-    """Optimizers that compute something else on a part of the model: a sentence each."""
+def refused_optimizers(optimizers: Sequence[Optimizer], topology: Topology, *, shards: bool) -> list[str]:
+    """Optimizers that compute something else on a part of the model: a sentence each.
+
+    shards: whether replicas share the parameters out, each stepping runs of them.
+    """
     t, p = topology.tensor_parallel_size, topology.pipeline_parallel_size
-    if t * p == 1:
+    shards = shards and topology.data_parallel_size > 1
+    if t * p == 1 and not shards:
         return []
-    told = [_refused_optimizer(optimizer, t, p) for optimizer in optimizers]
+    told = [_refused_optimizer(optimizer, t, p, shards=shards) for optimizer in optimizers]
     return [fault for fault in dict.fromkeys(told) if fault]
 
 
-def _refused_optimizer(optimizer: Optimizer, t: int, p: int) -> str:
+def refused_manual_optimization(module: pl.LightningModule, *, shards: bool, has_main_weights: bool) -> list[str]:
+    """What steps by hand cannot have: a sentence each."""
+    if module.automatic_optimization:
+        return []
+    asked = {"distributed_optimizer=True": shards, "16-bit weights (precision *-true)": has_main_weights}
+    return [
+        f"{what} steps main weights in place of the module's parameters, whose gradients manual optimization leaves on "
+        "the parameters; use automatic optimization, or leave it out"
+        for what, is_asked in asked.items()
+        if is_asked
+    ]
+
+
+def _refused_optimizer(optimizer: Optimizer, t: int, p: int, *, shards: bool) -> str:
     name = type(optimizer).__name__
-    sizes = f"tensor_parallel_size={t}" if p == 1 else f"pipeline_parallel_size={p}"
+    sizes = f"tensor_parallel_size={t}" if t > 1 else f"pipeline_parallel_size={p}"
+    if t * p == 1:
+        sizes = "distributed_optimizer=True"
     if type(optimizer) is LBFGS:
         return (
             f"LBFGS searches along one direction for the whole model, and {sizes} gives a rank a part of it; " + _ELSE
@@ -113,10 +135,11 @@ def _refused_optimizer(optimizer: Optimizer, t: int, p: int) -> str:
             f"{name} steps a parameter otherwise when it steps others with it ({_percent(verdict.apart)} of a step, on "
             f"small parameters), and {sizes} gives a rank some of them; {_ELSE}"
         )
-    if t > 1 and not verdict.is_elementwise:
+    if (t > 1 or shards) and not verdict.is_elementwise:
+        what = f"tensor_parallel_size={t}" if t > 1 else "distributed_optimizer=True"
         return (
             f"{name} steps a piece of a matrix otherwise than the whole ({_percent(verdict.in_pieces)} of a step, on "
-            f"small parameters), and tensor_parallel_size={t} cuts matrices; {_ELSE}"
+            f"small parameters), and {what} cuts matrices; {_ELSE}"
         )
     return ""
 

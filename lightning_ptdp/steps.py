@@ -10,7 +10,6 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
 
 from lightning_ptdp import outputs
@@ -25,7 +24,6 @@ from lightning_ptdp.logging import LogRecorder
 from lightning_ptdp.metrics import StepMetrics, frozen_metrics, sync_over_replicas
 from lightning_ptdp.progress import LoopProgress
 from lightning_ptdp.stage_state import state_set_aside
-from lightning_ptdp.topology import Topology
 
 Context = Callable[[], AbstractContextManager[None]]
 
@@ -231,18 +229,6 @@ class Steps:
             if self._board is not None:
                 self._board.report(error)
             raise
-
-
-def refused_steps(module: pl.LightningModule, topology: Topology) -> list[str]:
-    """Steps that a pipeline cannot run: a sentence each."""
-    if topology.pipeline_parallel_size == 1:
-        return []
-    return [
-        f"{name} takes the iterator of the loader (dataloader_iter), and a pipeline must see the batch before the step "
-        f"runs, to cut it; use {name}(self, batch, batch_idx), or pipeline_parallel_size=1"
-        for name in ("training_step", "validation_step", "test_step", "predict_step")
-        if is_param_in_hook_signature(getattr(module, name), "dataloader_iter", explicit=True)
-    ]
 
 
 def edits_gradients(trainer: pl.Trainer, module: pl.LightningModule) -> bool:

@@ -68,10 +68,16 @@ from lightning_ptdp.parameter_groups import WholeGroups
 from lightning_ptdp.precision import PTDPPrecision
 from lightning_ptdp.predictions import join_predictions
 from lightning_ptdp.progress import LoopProgress
-from lightning_ptdp.refusals import batch_norm_warning, foreign_parameters, refused_modules, refused_optimizers
+from lightning_ptdp.refusals import (
+    batch_norm_warning,
+    foreign_parameters,
+    refused_manual_optimization,
+    refused_modules,
+    refused_optimizers,
+)
 from lightning_ptdp.schedule import SCHEDULES
 from lightning_ptdp.stage_state import StageState
-from lightning_ptdp.steps import Context, Steps, batch_of, edits_gradients, refused_steps
+from lightning_ptdp.steps import Context, Steps, batch_of, edits_gradients
 from lightning_ptdp.stopping import StopTogether
 from lightning_ptdp.tensor_parallel.random import mix, share_random_state
 from lightning_ptdp.topology import Topology
@@ -103,8 +109,11 @@ class PTDPStrategy(ParallelStrategy):
         pipeline_split: blocks of each stage in stage order; None balances by cost, embeddings and head counted.
         first, last, shared: names of modules outside the blocks that run before them, after them, or on every stage,
             where the guess is wrong.
+        distributed_optimizer: whether replicas share out main weights and optimizer states (ZeRO-1).
         save_distributed_checkpoint: True saves a folder that all ranks write, False one ordinary file.
         async_checkpoint: whether training goes on while a folder is written, once its tensors are copied.
+        detect_nonfinite: whether the first gradient that is infinite or NaN ends the run, with the names of parameter,
+            stage and microbatch; costs a pass over gradients a microbatch. A loss scale decides by itself.
         process_group_backend: of torch.distributed; None takes gloo on CPUs, NCCL with gloo for control on GPUs.
         timeout: of collectives.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: as in Lightning.
@@ -133,6 +142,7 @@ class PTDPStrategy(ParallelStrategy):
         shared: Sequence[str] = (),
         save_distributed_checkpoint: bool = True,
         async_checkpoint: bool = False,
+        detect_nonfinite: bool = False,
         process_group_backend: str | None = None,
         timeout: timedelta = timedelta(minutes=30),
         accelerator: Accelerator | None = None,
@@ -167,7 +177,7 @@ class PTDPStrategy(ParallelStrategy):
             if value != default
         ]
         self._save_distributed_checkpoint, self._async_checkpoint = save_distributed_checkpoint, async_checkpoint
-        self._distributed_optimizer = distributed_optimizer
+        self._distributed_optimizer, self._detect_nonfinite = distributed_optimizer, detect_nonfinite
         self._store: Store | None = None
         self._backend, self._timeout = process_group_backend, timeout
         self._faults: list[str] = []
@@ -286,6 +296,10 @@ class PTDPStrategy(ParallelStrategy):
             inventory.arguments(
                 self.config,
                 self._wishes,
+                distributed_optimizer=self._distributed_optimizer,
+                save_distributed_checkpoint=self._save_distributed_checkpoint,
+                async_checkpoint=self._async_checkpoint,
+                detect_nonfinite=self._detect_nonfinite,
                 process_group_backend=self._backend,
                 timeout=self._timeout,
                 device=self.root_device.type,
@@ -405,7 +419,9 @@ class PTDPStrategy(ParallelStrategy):
         topology = self._topology or self.config.resolve(self.world_size)[0]
         faults = [*self._faults, *refused_callbacks(callbacks_of(trainer), module, topology)]
         faults += refused_modules(module, topology, trains=trainer.state.fn == TrainerFn.FITTING)
-        faults += refused_steps(module, topology)
+        faults += refused_manual_optimization(
+            module, shards=self._distributed_optimizer, has_main_weights=self.precision.has_main_weights
+        )
         layout, more = lay_out(module, self.config, topology, self._wishes)
         sections = [inventory.module_contents(module)]
         if not self._faults:
@@ -445,7 +461,7 @@ class PTDPStrategy(ParallelStrategy):
             [[names.get(p, "") for p in g["params"]] for g in optimizer.param_groups] for optimizer in self.optimizers
         ]
         faults = foreign_parameters(module, self.optimizers)
-        faults += refused_optimizers(self.optimizers, self.groups.topology)
+        faults += refused_optimizers(self.optimizers, self.groups.topology, shards=self._distributed_optimizer)
         section = inventory.optimization(self.optimizers, held, self.lr_scheduler_configs)
         preflight.compare([section], faults, world()).refuse()
 
@@ -545,6 +561,8 @@ class PTDPStrategy(ParallelStrategy):
             return self.steps.train_manually(context, args, kwargs, number=loop.total_batch_idx)
         is_first = loop.batch_idx % accumulate == 0
         self.engine.agree(self._follow_what_trains(is_first))
+        watches = self._detect_nonfinite if self.precision.loss_scale is None else self.precision.is_in_trouble
+        self.engine.watch_gradients(module, is_on=watches)
         output = self.steps.train(
             context,
             lambda loss: self.precision.backward(loss, module, None),
@@ -557,6 +575,8 @@ class PTDPStrategy(ParallelStrategy):
             loss_dtype=self.precision.loss_dtype,
             loss_scale=self.precision.scale,
         )
+        if watches:
+            self.engine.refuse_nonfinite(None if self.precision.loss_scale is None else self.precision.scale)
         if output is None and not self._blocks_sync:  # a skipped batch has no backward, and may end a window
             self.engine.reduce_gradients()
         return output

@@ -13,7 +13,7 @@ the step, and would erase what it finds.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
 
@@ -87,6 +87,8 @@ class GradientBuffers:
         self._summed: tuple[_Buffer, ...] = ()
         self._where: dict[nn.Parameter, tuple[_Buffer, int]] = {}
         self._is_collecting = False
+        self.on_nonfinite: Callable[[nn.Parameter], None] | None = None
+        """Called with a parameter whose gradient has just become infinite or NaN; to look costs a pass a microbatch."""
         self._handles: list[RemovableHandle] = []
         self.extend(parameters, owners)
 
@@ -233,6 +235,7 @@ class GradientBuffers:
         buffer, i = self._where[parameter]
         view = buffer.views[i]
         if parameter.grad is view:
+            self._look(parameter, view)
             return
         assert parameter.grad is not None, "the hook runs after a gradient was added"
         gradient = parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
@@ -242,6 +245,11 @@ class GradientBuffers:
             view.copy_(gradient)
             buffer.touched[i] = True
         parameter.grad = view if view.dtype == parameter.dtype else None
+        self._look(parameter, view)
+
+    def _look(self, parameter: nn.Parameter, gradient: Tensor) -> None:
+        if self.on_nonfinite is not None and not bool(gradient.isfinite().all()):
+            self.on_nonfinite(parameter)
 
 
 def _aligned(length: int, unit: int) -> int:

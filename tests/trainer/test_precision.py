@@ -6,6 +6,7 @@ from lightning.pytorch.callbacks import Callback
 from torch.optim.lr_scheduler import LambdaLR
 
 from lightning_ptdp import PTDPPrecision, PTDPStrategy
+from lightning_ptdp.precision import MAX_SKIPPED
 from tests.hygiene import seed_everything
 from tests.models import GPT, texts
 from tests.oracle import ReplicaBatches, quiet_trainer, whole_state
@@ -184,6 +185,44 @@ def test_loading_weights_alone_refreshes_the_main_weights(tmp_path):
     for seen in run_spmd(weights_only, world_size=2, timeout=60, folder=str(tmp_path)):
         assert len(seen) > 10
         assert all(seen)
+
+
+class Diverging(GPT):
+    """Its gradients become infinite on the last stage in the second batch, in the second microbatch."""
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.count = getattr(self, "count", 0) + 1
+        return loss * (torch.inf if self.count == 4 or self.count > 8 else 1.0)
+
+
+def diverge(**arguments):
+    seed_everything()
+    precision = arguments.pop("precision", "32-true")
+    options = {"initial_scale": 1.0} if precision == "16-mixed" else {}
+    trainer = quiet_trainer(
+        PTDPStrategy(pipeline_parallel_size=2, micro_batch_size=2, **arguments),
+        plugins=[PTDPPrecision(precision, **options), PoolEnvironment()],
+        use_distributed_sampler=False,
+    )
+    with pytest.raises(FloatingPointError) as caught:
+        trainer.fit(Diverging(), datamodule=ReplicaBatches([texts(4, seed=i) for i in range(30)]))
+    return str(caught.value), trainer.global_step
+
+
+def test_first_gradient_that_is_not_finite_is_named_on_every_rank():
+    for text, steps in run_spmd(diverge, detect_nonfinite=True):
+        assert "on rank 0 (pipeline rank 1, replica 0, tensor rank 0), stage 1, microbatch 1" in text
+        assert "'head.weight'" in text
+        assert steps == 1
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_gradients_that_stay_infinite_at_the_lowest_scale_end_the_run():
+    for text, steps in run_spmd(diverge, precision="16-mixed", timeout=60):
+        assert "at loss scale 1, the lowest: first that of" in text
+        assert "stage 1, microbatch 0" in text
+        assert steps == 4 + MAX_SKIPPED - 1
 
 
 def test_precision_that_is_none_is_refused():
