@@ -111,7 +111,6 @@ class PTDPStrategy(ParallelStrategy):
             where the guess is wrong.
         distributed_optimizer: whether replicas share out main weights and optimizer states (ZeRO-1).
         save_distributed_checkpoint: True saves a folder that all ranks write, False one ordinary file.
-        async_checkpoint: whether training goes on while a folder is written, once its tensors are copied.
         detect_nonfinite: whether the first gradient that is infinite or NaN ends the run, with the names of parameter,
             stage and microbatch; costs a pass over gradients a microbatch. A loss scale decides by itself.
         process_group_backend: of torch.distributed; None takes gloo on CPUs, NCCL with gloo for control on GPUs.
@@ -410,7 +409,8 @@ class PTDPStrategy(ParallelStrategy):
         show_whole_model(callbacks, self.whole_model)
         count_replicas(callbacks, topology, self.root_device, str(self.precision.precision))
         if topology.replica_size > 1:
-            self._loading = split_averages(callbacks, self._module, self._local_state(), self.groups)
+            names, shards = self.engine.state_names(self._module), self.engine.placement.shards
+            self._loading = split_averages(callbacks, self._module, LocalState(self.groups, names, shards), self.groups)
 
     def _check(self, trainer: pl.Trainer, module: pl.LightningModule) -> Layout:
         """The layout of the module; raises on every rank with all that is wrong, before the first collective on it."""
@@ -730,6 +730,7 @@ class PTDPStrategy(ParallelStrategy):
             place = local.place(stepped.name, stepped.parameter.shape)
             run = stepped.run
             local.trained[stepped.name] = place if run is None else place.run(run.start, run.length)
+        local.main_weights = frozenset(self._main_weights())
         return local
 
     def _main_weights(self) -> dict[str, nn.Parameter]:
@@ -749,7 +750,7 @@ class PTDPStrategy(ParallelStrategy):
 
     def whole_state_dict(self) -> dict[str, Any]:
         """The plain module's state in the memory of global rank 0, empty elsewhere; every rank must call this."""
-        return gather_module(self._module.state_dict(), self._local_state(), self.groups)
+        return gather_module(self._held_state(), self._local_state(), self.groups)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """What this rank holds of the plain optimizer's state, by names of parameters; every rank must save."""

@@ -41,6 +41,8 @@ class LocalState:
         self._groups, self.names, self._shards = groups, tuple(names), shards
         self.trained: dict[str, Place | Run] = {}
         """Where what this rank's optimizers step lies, by name."""
+        self.main_weights: frozenset[str] = frozenset()
+        """Names under which a state of the module holds what optimizers step, in place of its own weights."""
 
     def place(self, name: str, shape: Sequence[int]) -> Place:
         """Where the local tensor of this name lies. shape: of the local tensor."""
@@ -100,10 +102,8 @@ class LocalState:
         return sorted(set(state) - set(given)), sorted(set(given) - set(self.names))
 
     def _place_in_module(self, name: str, tensor: Tensor) -> Place | Run:
-        trained = self.trained.get(name)
-        if trained is not None and trained.shape == tuple(tensor.shape):
-            return trained
-        return self.place(name, tensor.shape)
+        is_main = name in self.main_weights and tuple(tensor.shape) == self.trained[name].shape
+        return self.trained[name] if is_main else self.place(name, tensor.shape)
 
     # -- an optimizer ----------------------------------------------------------------------------------------------
 

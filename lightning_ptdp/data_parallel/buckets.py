@@ -168,6 +168,11 @@ class GradientBuffers:
         found = [buffer for buffer in self._fresh if asked.issuperset(buffer.parameters)]
         return [(buffer.parameters, buffer.offsets, len(buffer.gradients)) for buffer in found]
 
+    @property
+    def nbytes(self) -> int:
+        """Memory of the gradients, without the second set that accumulation over batches keeps."""
+        return sum(buffer.flat.nbytes for buffer in self._fresh)
+
     def is_finite(self) -> bool:
         """Whether every gradient is finite, of this rank's."""
         return all(bool(buffer.gradients.sum().isfinite()) for buffer in self._summed)

@@ -12,6 +12,7 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning_ptdp.recipes.image_classifier import ImageClassifier, Shapes, ShapesDataModule
 from torch.utils.data import DataLoader, DistributedSampler
 
+from lightning_ptdp.checkpoint.reading import read_checkpoint
 from tests.hygiene import seed_everything
 from tests.oracle import quiet_trainer
 from tests.spmd import run_spmd
@@ -71,8 +72,8 @@ def test_one_word_more_changes_no_number(devices, tmp_path):
     for row, expected in zip(mine, plain, strict=True):
         assert row == pytest.approx(expected, abs=1e-9)
     assert [path.name for path in Path(folders[1]).glob("*.ckpt")] == [one["best"]]
-    loaded = ImageClassifier.load_from_checkpoint(Path(folders[1]) / one["best"], map_location="cpu")
-    assert loaded.hparams["channels"] == 4
+    saved = read_checkpoint(Path(folders[1]) / one["best"])
+    ImageClassifier(**saved["hyper_parameters"]).load_state_dict(saved["state_dict"], strict=True)
 
 
 def rows(folder):
