@@ -230,7 +230,7 @@ class StepsByIterator(Net):
 
 
 def test_steps_that_fetch_their_batch_are_refused_under_a_pipeline():
-    with pytest.raises(SpmdError, match="training_step takes the iterator of the loader"):
+    with pytest.raises(SpmdError, match="training_step takes dataloader_iter, and a pipeline must see the batch"):
         run_spmd(fit_by_iterator, 2, 20, strategy=LAYOUTS["p2"])
 
 
