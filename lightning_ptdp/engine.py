@@ -491,8 +491,8 @@ class Engine:
         assert self.buffers is not None, "a batch was run"
         return bool(all_reduce_(torch.tensor(int(self.buffers.is_finite())), self.groups.world, MIN))
 
-    def watch_gradients(self, module: nn.Module, *, is_on: bool) -> None:
-        """Look at each gradient of the next batch as it comes, or stop."""
+    def watch_gradients(self, module: nn.Module) -> None:
+        """Look at each gradient of the next batch as it comes, until `refuse_nonfinite`."""
         assert self.buffers is not None, "bind comes before the first batch"
         self._first_nonfinite = ""
         names = self.plain_names(module)
@@ -505,7 +505,7 @@ class Engine:
                     f"{names[parameter]!r} on {where}, stage {action.stage}, microbatch {action.microbatch}"
                 )
 
-        self.buffers.on_nonfinite = note if is_on else None
+        self.buffers.on_nonfinite = note
 
     def refuse_nonfinite(self, scale: float | None) -> None:
         """Raise on every rank if any saw a gradient that is not finite in the batch that was watched.
@@ -515,6 +515,8 @@ class Engine:
         Raises:
             FloatingPointError: with the first parameter, stage and microbatch of each such rank.
         """
+        assert self.buffers is not None, "a batch was run"
+        self.buffers.on_nonfinite = None
         seen = [text for text in gather_objects(self._first_nonfinite, self.groups.world) if text]
         if seen:
             scaled = "" if scale is None else f" at loss scale {scale:g}, the lowest"

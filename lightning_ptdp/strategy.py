@@ -172,7 +172,10 @@ class PTDPStrategy(ParallelStrategy):
         self.num_nodes = 1
         self._not_available = [
             f"{name}={value!r} is not available in this version; leave it out"
-            for name, value, default in (("recompute", recompute, "none"),)
+            for name, value, default in (
+                ("recompute", recompute, "none"),
+                ("async_checkpoint", async_checkpoint, False),
+            )
             if value != default
         ]
         self._save_distributed_checkpoint, self._async_checkpoint = save_distributed_checkpoint, async_checkpoint
@@ -409,8 +412,7 @@ class PTDPStrategy(ParallelStrategy):
         show_whole_model(callbacks, self.whole_model)
         count_replicas(callbacks, topology, self.root_device, str(self.precision.precision))
         if topology.replica_size > 1:
-            names, shards = self.engine.state_names(self._module), self.engine.placement.shards
-            self._loading = split_averages(callbacks, self._module, LocalState(self.groups, names, shards), self.groups)
+            self._loading = split_averages(callbacks, self._module, self._state_of_module(), self.groups)
 
     def _check(self, trainer: pl.Trainer, module: pl.LightningModule) -> Layout:
         """The layout of the module; raises on every rank with all that is wrong, before the first collective on it."""
@@ -562,7 +564,8 @@ class PTDPStrategy(ParallelStrategy):
         is_first = loop.batch_idx % accumulate == 0
         self.engine.agree(self._follow_what_trains(is_first))
         watches = self._detect_nonfinite if self.precision.loss_scale is None else self.precision.is_in_trouble
-        self.engine.watch_gradients(module, is_on=watches)
+        if watches:
+            self.engine.watch_gradients(module)
         output = self.steps.train(
             context,
             lambda loss: self.precision.backward(loss, module, None),
@@ -724,8 +727,13 @@ class PTDPStrategy(ParallelStrategy):
             self._store = Store(self.groups.world, world_copy() if self._async_checkpoint else None)
         return self._store
 
+    def _state_of_module(self) -> LocalState:
+        """Names and places of the module's own weights and buffers."""
+        return LocalState(self.groups, self.engine.state_names(self._module), self.engine.placement.shards)
+
     def _local_state(self) -> LocalState:
-        local = LocalState(self.groups, self.engine.state_names(self._module), self.engine.placement.shards)
+        """The same, and of what optimizers step."""
+        local = self._state_of_module()
         for stepped in self.engine.stepped(self._module):
             place = local.place(stepped.name, stepped.parameter.shape)
             run = stepped.run
