@@ -14,7 +14,6 @@ import torchmetrics
 from lightning.pytorch.callbacks import (
     BaseFinetuning,
     BatchSizeFinder,
-    Callback,
     Checkpoint,
     EarlyStopping,
     GradientAccumulationScheduler,
@@ -27,6 +26,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from lightning_ptdp.callbacks import callbacks_of
 from lightning_ptdp.config import ParallelConfig
 from lightning_ptdp.layout import Layout, Wishes, layout_of
 from lightning_ptdp.preflight import Section
@@ -111,7 +111,7 @@ def sizes(topology: Topology | None) -> Section:
 
 def trainer_settings(trainer: pl.Trainer) -> Section:
     """Of the Trainer, where they change what is computed or when ranks meet."""
-    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by Lightning's connector
+    callbacks = callbacks_of(trainer)
     items = {name: repr(getattr(trainer, name)) for name in _TRAINER_SETTINGS}
     items["precision"] = str(trainer.precision)
     joint = [callback.state_key for callback in callbacks if isinstance(callback, _JOINT_CALLBACKS)]

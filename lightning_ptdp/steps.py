@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from lightning_ptdp import outputs
 from lightning_ptdp.batch import Microbatch, digest, num_samples
+from lightning_ptdp.callbacks import callbacks_of
 from lightning_ptdp.comm.collectives import broadcast_object, gather_objects
 from lightning_ptdp.engine import BatchRun, Engine
 from lightning_ptdp.exchange import Exchange, StepReport
@@ -233,7 +234,7 @@ class Steps:
 
 def edits_gradients(trainer: pl.Trainer, module: pl.LightningModule) -> bool:
     """Whether there are hooks of a user's that may change gradients before the optimizer's step."""
-    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by Lightning's connector
+    callbacks = callbacks_of(trainer)
     return is_overridden("configure_gradient_clipping", module, pl.LightningModule) or any(
         is_overridden(hook, instance, parent)
         for hook in ("on_after_backward", "on_before_optimizer_step")

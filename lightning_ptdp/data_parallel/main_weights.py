@@ -108,18 +108,6 @@ class MainWeights:
                 if main_of.weight is not main_of.parameter:
                     main_of.parameter.copy_(main_of.weight)
 
-    @torch.no_grad()
-    def reload(self) -> None:
-        """After the module's parameters were loaded: take their values over."""
-        for weights, main in self._flat:
-            assert self._replicas is not None, "flat weights are sharded"
-            if main is not None:
-                main.copy_(_slice(weights, self._replicas))
-        if self._replicas is None:
-            for main_of in self._of.values():
-                if main_of.weight is not main_of.parameter:
-                    main_of.weight.copy_(main_of.parameter)
-
     def _sharded(self, added: Sequence[nn.Parameter], replicas: ProcessGroup) -> Iterator[Main]:
         """Lay the parameters of each buffer out flat, and take this replica's slice."""
         for parameters, offsets, length in self._buffers.layout(added):
