@@ -483,7 +483,13 @@ class PTDPStrategy(ParallelStrategy):
             raise RuntimeError(fault)
         with self.engine.whole():
             names = {parameter: name for name, parameter in self._module.named_parameters()}
-        return self._parameter_groups.names(names)
+        try:
+            return self._parameter_groups.names(names)
+        except KeyError:
+            raise RuntimeError(
+                "the optimizers hold parameters of another module than the Trainer's, which was replaced since `fit`; "
+                "save the checkpoint before, or its weights alone (weights_only=True)"
+            ) from None
 
     @property
     def precision(self) -> PTDPPrecision:

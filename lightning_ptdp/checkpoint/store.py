@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -14,12 +13,12 @@ from torch.distributed import ProcessGroup
 from lightning_ptdp.checkpoint import whole_or_absent
 from lightning_ptdp.checkpoint.background import Background
 from lightning_ptdp.checkpoint.contents import Contents, plain_checkpoint
+from lightning_ptdp.checkpoint.errors import CheckpointError
 from lightning_ptdp.checkpoint.folder import Folder, is_folder
 from lightning_ptdp.checkpoint.local_state import LocalState
-from lightning_ptdp.checkpoint.saving import save_folder, together, verify
+from lightning_ptdp.checkpoint.saving import newest_whole, save_folder, together, verify
 from lightning_ptdp.checkpoint.single import gather_whole, save_file
-
-log = logging.getLogger(__name__)
+from lightning_ptdp.comm.collectives import gather_objects
 
 SaveWhole = Callable[[dict[str, Any]], None]
 LoadWhole = Callable[[], dict[str, Any]]
@@ -37,7 +36,7 @@ class Store:
         """Save a folder; with a background group, return once the tensors are copied.
 
         Raises:
-            RuntimeError: on every rank, when one failed; of a save in the background, at the next call.
+            CheckpointError: on every rank, when one failed; of a save in the background, at the next call.
         """
         if self._background_world is None:
             _save(path, contents, self._world)
@@ -52,7 +51,7 @@ class Store:
         save_whole: what writes it on rank 0, of all tensors in memory; None writes piece by piece.
 
         Raises:
-            RuntimeError: on every rank, when one failed.
+            CheckpointError: on every rank, when one failed.
         """
         self._background.wait()
 
@@ -61,8 +60,6 @@ class Store:
 
         def act() -> None:
             if save_whole is None:
-                if path.is_dir():
-                    whole_or_absent.remove(path)
                 save_file(path, contents.tensors, contents.objects, assemble)
                 return
             whole = gather_whole(contents.tensors, contents.objects, assemble)
@@ -87,7 +84,7 @@ class Store:
         load_whole: reads a file that is not on a mounted file system.
 
         Raises:
-            RuntimeError: on every rank, when a file is missing or damaged.
+            CheckpointError: on every rank, when a file is missing or damaged.
         """
         self._background.wait()
         where = Path(path)
@@ -95,8 +92,8 @@ class Store:
             (lambda: whole_or_absent.recover(where)) if self._world.rank() == 0 else None, self._world, "loading failed"
         )
         loaded: dict[str, Any] = {}
-        if is_folder(where):
-            verify(where, self._world)
+        if any(gather_objects(where.is_dir(), self._world)):
+            self._verify(where)
 
         def act() -> None:
             if not is_folder(where):
@@ -111,6 +108,16 @@ class Store:
 
         together(act, self._world, f"loading the checkpoint {path} failed")
         return loaded
+
+    def _verify(self, path: Path) -> None:
+        try:
+            verify(path, self._world)
+        except CheckpointError as error:
+            other = newest_whole(path, self._world)
+            advice = (
+                "no whole checkpoint is beside it" if other is None else f"the newest whole one beside it is {other}"
+            )
+            raise CheckpointError(f"{error}; {advice}") from error
 
     def remove(self, path: Path, remove_whole: Callable[[], None]) -> None:
         """Delete a checkpoint on rank 0, after the save that is under way.

@@ -5,14 +5,11 @@ import signal
 import subprocess
 import sys
 import time
-from datetime import timedelta
-from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
 
-from tests.spmd import PoolEnvironment, warm_pool
+from tests.processes import run_processes
 from tests.trainer.failing_job import PLACES, job
 
 CHECKOUT = Path(__file__).parents[2]
@@ -42,7 +39,7 @@ def test_script_ends_by_itself_and_tells_what_failed(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("place", PLACES[1:])
 def test_every_process_ends_and_tells_what_failed(place, tmp_path):
-    codes, output = run_processes(place, tmp_path)
+    codes, output = run_processes(job, place, folder=tmp_path)
     assert 0 not in codes
     assert seconds_since_the_error(tmp_path) < LIMIT_S
     assert output.count("bad sample 17") >= WORLD_SIZE, "each process names the cause"
@@ -69,36 +66,6 @@ def run_script(command, folder):
             os.killpg(child.pid, signal.SIGKILL)
             child.communicate()
     return child.returncode, output
-
-
-def run_processes(place, folder):
-    """Exit codes and output of processes that need not import first: the fork server of the pool has done so."""
-    warm_pool()
-    context = get_context("forkserver")
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    processes = [context.Process(target=be_rank, args=(r, store.port, place, str(folder))) for r in range(WORLD_SIZE)]
-    for process in processes:
-        process.start()
-    deadline = time.monotonic() + 60.0
-    for process in processes:
-        process.join(max(0.0, deadline - time.monotonic()))
-        process.kill()
-        process.join()
-    output = "".join(path.read_text(errors="replace") for path in sorted(Path(folder).glob("output-*")))
-    return [process.exitcode for process in processes], output
-
-
-def be_rank(rank, port, place, folder):
-    """Train as one rank until the job fails; all output goes to a file."""
-    with Path(folder, f"output-{rank}").open("w") as file:
-        os.dup2(file.fileno(), sys.stdout.fileno())
-        os.dup2(file.fileno(), sys.stderr.fileno())
-    os.chdir(folder)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
-    limit = timedelta(seconds=100)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD_SIZE, timeout=limit)
-    os.environ.update({"RANK": str(rank), "WORLD_SIZE": str(WORLD_SIZE), "LOCAL_RANK": str(rank)})
-    job(place, folder, plugins=[PoolEnvironment()])
 
 
 def seconds_since_the_error(folder):
