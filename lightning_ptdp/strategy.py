@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,7 +22,7 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import ParallelStrategy, StrategyRegistry
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
@@ -34,6 +35,7 @@ from lightning_ptdp.callbacks import (
     callbacks_of,
     count_replicas,
     refused_callbacks,
+    refused_in_background,
     release,
     show_whole_model,
     tell_restored,
@@ -74,6 +76,8 @@ from lightning_ptdp.stopping import StopTogether
 from lightning_ptdp.tensor_parallel.random import mix, share_random_state
 from lightning_ptdp.topology import Topology
 from lightning_ptdp.whole_module import agree_on_weights, pin_summaries
+
+log = logging.getLogger(__name__)
 
 # What Lightning says when a value is not reduced over ranks; with one replica there is nothing to reduce.
 _SYNC_ADVICE = r"It is recommended to use `self\.log\(.*sync_dist=True\)`"
@@ -169,6 +173,7 @@ class PTDPStrategy(ParallelStrategy):
         ]
         self._save_distributed_checkpoint, self._async_checkpoint = save_distributed_checkpoint, async_checkpoint
         self._store: Store | None = None
+        self._background_world: ProcessGroup | None = None
         self._backend, self._timeout = process_group_backend, timeout
         self._faults: list[str] = []
         self._topology: Topology | None = None
@@ -275,6 +280,11 @@ class PTDPStrategy(ParallelStrategy):
         Faults are kept for `setup`, which raises them with those of the module. is_built: whether the module is.
         """
         faults = [*self.config.faults(SCHEDULES), *self._wishes.faults(), *self._not_available]
+        if self._async_checkpoint:
+            has_own_io = type(self.checkpoint_io) is not TorchCheckpointIO
+            faults += refused_in_background(
+                callbacks_of(self._module.trainer), saves_files=has_own_io or not self._save_distributed_checkpoint
+            )
         is_fixed = "auto" not in (self.config.tensor_parallel_size, self.config.pipeline_parallel_size)
         topology = None
         if faults or is_fixed or is_built:
@@ -680,8 +690,16 @@ class PTDPStrategy(ParallelStrategy):
     def store(self) -> Store:
         """What saves and loads checkpoints."""
         if self._store is None:
-            self._store = Store(self.groups.world, world_copy() if self._async_checkpoint else None)
+            self._store = Store(self.groups.world)
         return self._store
+
+    def _for_saves_in_background(self) -> ProcessGroup | None:
+        """The group of saves that training does not wait for; None where nobody would wait for them later."""
+        if not self._async_checkpoint or self._module.trainer.state.status != TrainerStatus.RUNNING:
+            return None
+        if self._background_world is None:
+            self._background_world = world_copy()
+        return self._background_world
 
     def _local_state(self) -> LocalState:
         names, shards = self.engine.state_names(self._module), self.engine.placement.shards
@@ -724,7 +742,7 @@ class PTDPStrategy(ParallelStrategy):
                     f"a checkpoint folder is written to a mounted file system, got {path}; mount it, or use "
                     "save_distributed_checkpoint=False"
                 )
-            self.store.save_folder(Path(path), contents)
+            self.store.save_folder(Path(path), contents, self._for_saves_in_background())
         elif has_own_io or "://" in path:
             self.store.save_file(Path(path), contents, lambda whole: self.checkpoint_io.save_checkpoint(whole, path))
         else:
@@ -770,6 +788,17 @@ class PTDPStrategy(ParallelStrategy):
         for optimizer, names, given in zip(self.optimizers, self._group_names(), states, strict=True):
             optimizer.load_state_dict(local.take_optimizer(given, optimizer, names, name_of))
 
+    def _close_store(self) -> None:
+        if self._store is None:
+            return
+        store, self._store = self._store, None
+        try:
+            store.close()
+        except Exception as error:
+            if not self._module.trainer.interrupted:
+                raise
+            log.warning("the save in the background failed, too: %s", error)  # the first failure is being raised
+
     def _refuse_after_failure(self) -> None:
         if self._module.trainer.interrupted and self.world_size > 1:
             if self._board is not None:  # a callback that saves now ends the Trainer before it tells the strategy
@@ -791,9 +820,7 @@ class PTDPStrategy(ParallelStrategy):
 
     def teardown(self) -> None:
         """Stop watching, and give the module its own `log` back."""
-        if self._store is not None:
-            store, self._store = self._store, None
-            store.close()
+        self._close_store()
         if self._board is not None:
             self._board.__exit__()
         if self._steps is not None:

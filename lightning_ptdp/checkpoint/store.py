@@ -27,22 +27,23 @@ LoadWhole = Callable[[], dict[str, Any]]
 class Store:
     """Every rank of the world calls its methods, with the same paths."""
 
-    def __init__(self, world: ProcessGroup, background_world: ProcessGroup | None = None) -> None:
-        """background_world: a group of all ranks for saves that go on beside training; None waits for each save."""
-        self._world, self._background_world = world, background_world
+    def __init__(self, world: ProcessGroup) -> None:
+        self._world = world
         self._background = Background()
 
-    def save_folder(self, path: Path, contents: Contents) -> None:
+    def save_folder(self, path: Path, contents: Contents, background_world: ProcessGroup | None = None) -> None:
         """Save a folder; with a background group, return once the tensors are copied.
+
+        background_world: a group of all ranks that nothing else uses while the save goes on.
 
         Raises:
             CheckpointError: on every rank, when one failed; of a save in the background, at the next call.
         """
-        if self._background_world is None:
+        self._background.wait()
+        if background_world is None:
             _save(path, contents, self._world)
             return
-        self._background.wait()
-        group, copied = self._background_world, contents.copied()
+        group, copied = background_world, contents.copied()
         self._background.start(lambda: _save(path, copied, group))
 
     def save_file(self, path: Path, contents: Contents, save_whole: SaveWhole | None = None) -> None:
@@ -129,7 +130,11 @@ class Store:
         self._background.after(lambda: whole_or_absent.remove(path) if is_folder(path) else remove_whole())
 
     def close(self) -> None:
-        """Wait for a save that is under way."""
+        """Wait for a save that is under way.
+
+        Raises:
+            CheckpointError: on every rank, when it failed.
+        """
         self._background.close()
 
 
