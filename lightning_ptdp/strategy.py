@@ -23,6 +23,7 @@ from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import ParallelStrategy, StrategyRegistry
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
@@ -72,7 +73,7 @@ from lightning_ptdp.refusals import batch_norm_warning, foreign_parameters, refu
 from lightning_ptdp.schedule import SCHEDULES
 from lightning_ptdp.stage_state import StageState
 from lightning_ptdp.steps import Context, Steps, batch_of, edits_gradients, refused_steps
-from lightning_ptdp.stopping import StopTogether
+from lightning_ptdp.stopping import StopTogether, refused_signals, signals_of
 from lightning_ptdp.tensor_parallel.random import mix, share_random_state
 from lightning_ptdp.topology import Topology
 from lightning_ptdp.whole_module import agree_on_weights, pin_summaries
@@ -107,6 +108,7 @@ class PTDPStrategy(ParallelStrategy):
             where the guess is wrong.
         save_distributed_checkpoint: True saves a folder that all ranks write, False one ordinary file.
         async_checkpoint: whether training goes on while a folder is written, once its tensors are copied.
+        save_on_signal: signals to any one rank on which all save a checkpoint and stop after the step; True is SIGTERM.
         process_group_backend: of torch.distributed; None takes gloo on CPUs, NCCL with gloo for control on GPUs.
         timeout: of collectives.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: as in Lightning.
@@ -135,6 +137,7 @@ class PTDPStrategy(ParallelStrategy):
         shared: Sequence[str] = (),
         save_distributed_checkpoint: bool = True,
         async_checkpoint: bool = False,
+        save_on_signal: bool | Sequence[int] = False,
         process_group_backend: str | None = None,
         timeout: timedelta = timedelta(minutes=30),
         accelerator: Accelerator | None = None,
@@ -182,7 +185,8 @@ class PTDPStrategy(ParallelStrategy):
         self._exchange: Exchange | None = None
         self._steps: Steps | None = None
         self._board: FailureBoard | None = None
-        self._progress, self._stop_together = LoopProgress(), StopTogether()
+        self._signals = signals_of(save_on_signal)
+        self._progress, self._stop_together = LoopProgress(), StopTogether(self._signals)
         self._predicts = False
         self._parameter_groups = WholeGroups()
         self._loading: RemovableHandle | None = None
@@ -280,6 +284,7 @@ class PTDPStrategy(ParallelStrategy):
         Faults are kept for `setup`, which raises them with those of the module. is_built: whether the module is.
         """
         faults = [*self.config.faults(SCHEDULES), *self._wishes.faults(), *self._not_available]
+        faults += refused_signals(self._signals)
         if self._async_checkpoint:
             has_own_io = type(self.checkpoint_io) is not TorchCheckpointIO
             faults += refused_in_background(
@@ -399,6 +404,7 @@ class PTDPStrategy(ParallelStrategy):
         ]
         state = [StageState(self.groups, self.root_device)] if topology.pipeline_parallel_size > 1 else []
         callbacks[:] = [*state, self._progress, *users, self._stop_together]
+        self._stop_together.watch()
         self.steps.listen(users)
         show_whole_model(callbacks, self.whole_model)
         count_replicas(callbacks, topology, self.root_device, str(self.precision.precision))
@@ -800,6 +806,8 @@ class PTDPStrategy(ParallelStrategy):
             log.warning("the save in the background failed, too: %s", error)  # the first failure is being raised
 
     def _refuse_after_failure(self) -> None:
+        if isinstance(sys.exc_info()[1], SIGTERMException):  # raised on all ranks at once
+            return
         if self._module.trainer.interrupted and self.world_size > 1:
             if self._board is not None:  # a callback that saves now ends the Trainer before it tells the strategy
                 failure = sys.exc_info()[1]
@@ -815,7 +823,7 @@ class PTDPStrategy(ParallelStrategy):
 
     def on_exception(self, exception: BaseException) -> None:
         """Post the failure for the other ranks, or say in it what failed first."""
-        if self._board is not None:
+        if self._board is not None and not isinstance(exception, SIGTERMException):  # that comes to all ranks at once
             self._board.report(exception)
 
     def teardown(self) -> None:

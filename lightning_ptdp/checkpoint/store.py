@@ -129,12 +129,16 @@ class Store:
             return
         self._background.after(lambda: whole_or_absent.remove(path) if is_folder(path) else remove_whole())
 
-    def close(self) -> None:
+    def wait(self) -> None:
         """Wait for a save that is under way.
 
         Raises:
             CheckpointError: on every rank, when it failed.
         """
+        self._background.wait()
+
+    def close(self) -> None:
+        """As `wait`, for the last time."""
         self._background.close()
 
 
