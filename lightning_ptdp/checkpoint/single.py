@@ -74,6 +74,7 @@ def _write(path: Path, checkpoint: dict[str, Any], values: Values, gathered: Ite
                 for keys, tensor in gathered:
                     if id(values[keys]) in offset_of:
                         _write_at(stream, offset_of[id(values[keys])], tensor)
+                    del tensor  # before the next is made
                 stream.flush()
                 os.fsync(stream.fileno())
         if path.is_dir():
@@ -132,6 +133,7 @@ def _gathered(outlines: Mapping[Keys, _Outline], tensors: Mapping[Keys, Placed])
                 if received is not block:
                     block.copy_(received)
         yield keys, whole
+        del whole
 
 
 def _blocks(tensor: Tensor) -> Iterator[Tensor]:
