@@ -4,8 +4,8 @@
 
 In every round all ranks together write and sync plain files of as many bytes, save, drop the files from the page cache,
 read the plain files, and load; in odd rounds the plain files come last. What to read is the ratio, the median over
-the rounds of checkpoint / plain. The model is a pipeline of square matrices under SGD, so the checkpoint has the bytes of
-its weights.
+the rounds of checkpoint / plain. The model is a pipeline of square matrices under SGD, so the checkpoint has the
+bytes of its weights.
 """
 
 from __future__ import annotations
