@@ -65,7 +65,7 @@ def trainer_of(sizes, callbacks, **arguments):
         callbacks=callbacks,
         precision="64-true",
         use_distributed_sampler=False,
-        enable_checkpointing=True,
+        enable_checkpointing=any(isinstance(callback, ModelCheckpoint) for callback in callbacks),
     )
 
 
@@ -183,7 +183,7 @@ def refused(callbacks, arguments, plugins):
             PTDPStrategy(async_checkpoint=True, **arguments),
             callbacks=callbacks,
             plugins=[*plugins, PoolEnvironment()],
-            enable_checkpointing=True,
+            enable_checkpointing=any(isinstance(callback, ModelCheckpoint) for callback in callbacks),
         ).fit(AdamGPT(), datamodule=ReplicaBatches(BATCHES))
     return str(told.value)
 
