@@ -13,6 +13,7 @@ from lightning.pytorch.callbacks import (
     BaseFinetuning,
     BatchSizeFinder,
     Callback,
+    ModelCheckpoint,
     ModelPruning,
     ModelSummary,
     StochasticWeightAveraging,
@@ -45,6 +46,25 @@ def refused_callbacks(callbacks: Iterable[Callback], module: nn.Module, topology
         for callback in callbacks
         if (fault := _fault(callback, is_split=is_split, has_batch_norm=has_batch_norm)) is not None
     ]
+
+
+def refused_in_background(callbacks: Iterable[Callback], *, saves_files: bool) -> list[str]:
+    """What cannot be with async_checkpoint=True, a sentence each.
+
+    saves_files: whether a checkpoint is one ordinary file, or goes through a CheckpointIO.
+    """
+    faults = []
+    if saves_files:
+        faults.append(
+            "async_checkpoint=True writes folders beside training, and this run saves files "
+            "(save_distributed_checkpoint=False, or a CheckpointIO of yours); leave one of them out"
+        )
+    if any(isinstance(callback, ModelCheckpoint) and callback.save_last == "link" for callback in callbacks):
+        faults.append(
+            'ModelCheckpoint(save_last="link") links to a checkpoint that async_checkpoint=True has not written yet; '
+            'use filename="last-{step}" and save_top_k=1, which ckpt_path="last" finds, or save_last=True'
+        )
+    return faults
 
 
 def _fault(callback: Callback, *, is_split: bool, has_batch_norm: bool) -> str | None:

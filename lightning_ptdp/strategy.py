@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,7 +22,8 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import ParallelStrategy, StrategyRegistry
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
@@ -34,6 +36,7 @@ from lightning_ptdp.callbacks import (
     callbacks_of,
     count_replicas,
     refused_callbacks,
+    refused_in_background,
     release,
     show_whole_model,
     tell_restored,
@@ -78,10 +81,12 @@ from lightning_ptdp.refusals import (
 from lightning_ptdp.schedule import SCHEDULES
 from lightning_ptdp.stage_state import StageState
 from lightning_ptdp.steps import Context, Steps, batch_of, edits_gradients
-from lightning_ptdp.stopping import StopTogether
+from lightning_ptdp.stopping import StopTogether, refused_signals, signals_of
 from lightning_ptdp.tensor_parallel.random import mix, share_random_state
 from lightning_ptdp.topology import Topology
 from lightning_ptdp.whole_module import agree_on_weights, pin_summaries
+
+log = logging.getLogger(__name__)
 
 # What Lightning says when a value is not reduced over ranks; with one replica there is nothing to reduce.
 _SYNC_ADVICE = r"It is recommended to use `self\.log\(.*sync_dist=True\)`"
@@ -113,6 +118,8 @@ class PTDPStrategy(ParallelStrategy):
         save_distributed_checkpoint: True saves a folder that all ranks write, False one ordinary file.
         detect_nonfinite: whether the first gradient that is infinite or NaN ends the run, with the names of parameter,
             stage and microbatch; costs a pass over gradients a microbatch. A loss scale decides by itself.
+        async_checkpoint: whether training goes on while a folder is written, once its tensors are copied.
+        save_on_signal: signals to any one rank on which all save a checkpoint and stop after the step; True is SIGTERM.
         process_group_backend: of torch.distributed; None takes gloo on CPUs, NCCL with gloo for control on GPUs.
         timeout: of collectives.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: as in Lightning.
@@ -142,6 +149,7 @@ class PTDPStrategy(ParallelStrategy):
         save_distributed_checkpoint: bool = True,
         async_checkpoint: bool = False,
         detect_nonfinite: bool = False,
+        save_on_signal: bool | Sequence[int] = False,
         process_group_backend: str | None = None,
         timeout: timedelta = timedelta(minutes=30),
         accelerator: Accelerator | None = None,
@@ -172,15 +180,13 @@ class PTDPStrategy(ParallelStrategy):
         self.num_nodes = 1
         self._not_available = [
             f"{name}={value!r} is not available in this version; leave it out"
-            for name, value, default in (
-                ("recompute", recompute, "none"),
-                ("async_checkpoint", async_checkpoint, False),
-            )
+            for name, value, default in (("recompute", recompute, "none"),)
             if value != default
         ]
         self._save_distributed_checkpoint, self._async_checkpoint = save_distributed_checkpoint, async_checkpoint
         self._distributed_optimizer, self._detect_nonfinite = distributed_optimizer, detect_nonfinite
         self._store: Store | None = None
+        self._background_world: ProcessGroup | None = None
         self._backend, self._timeout = process_group_backend, timeout
         self._faults: list[str] = []
         self._topology: Topology | None = None
@@ -189,7 +195,8 @@ class PTDPStrategy(ParallelStrategy):
         self._exchange: Exchange | None = None
         self._steps: Steps | None = None
         self._board: FailureBoard | None = None
-        self._progress, self._stop_together = LoopProgress(), StopTogether()
+        self._signals = signals_of(save_on_signal)
+        self._progress, self._stop_together = LoopProgress(), StopTogether(self._signals)
         self._predicts = False
         self._parameter_groups = WholeGroups()
         self._loading: RemovableHandle | None = None
@@ -287,6 +294,12 @@ class PTDPStrategy(ParallelStrategy):
         Faults are kept for `setup`, which raises them with those of the module. is_built: whether the module is.
         """
         faults = [*self.config.faults(SCHEDULES), *self._wishes.faults(), *self._not_available]
+        faults += refused_signals(self._signals)
+        if self._async_checkpoint:
+            has_own_io = type(self.checkpoint_io) is not TorchCheckpointIO
+            faults += refused_in_background(
+                callbacks_of(self._module.trainer), saves_files=has_own_io or not self._save_distributed_checkpoint
+            )
         is_fixed = "auto" not in (self.config.tensor_parallel_size, self.config.pipeline_parallel_size)
         topology = None
         if faults or is_fixed or is_built:
@@ -301,6 +314,7 @@ class PTDPStrategy(ParallelStrategy):
                 distributed_optimizer=self._distributed_optimizer,
                 save_distributed_checkpoint=self._save_distributed_checkpoint,
                 async_checkpoint=self._async_checkpoint,
+                save_on_signal=self._signals,
                 detect_nonfinite=self._detect_nonfinite,
                 process_group_backend=self._backend,
                 timeout=self._timeout,
@@ -408,6 +422,7 @@ class PTDPStrategy(ParallelStrategy):
         ]
         state = [StageState(self.groups, self.root_device)] if topology.pipeline_parallel_size > 1 else []
         callbacks[:] = [*state, self._progress, *users, self._stop_together]
+        self._stop_together.watch()
         self.steps.listen(users)
         show_whole_model(callbacks, self.whole_model)
         count_replicas(callbacks, topology, self.root_device, str(self.precision.precision))
@@ -519,7 +534,13 @@ class PTDPStrategy(ParallelStrategy):
             raise RuntimeError(fault)
         with self.engine.whole():
             names = {parameter: name for name, parameter in self._module.named_parameters()}
-        return self._parameter_groups.names(names)
+        try:
+            return self._parameter_groups.names(names)
+        except KeyError:
+            raise RuntimeError(
+                "the optimizers hold parameters of another module than the Trainer's, which was replaced since `fit`; "
+                "save the checkpoint before, or its weights alone (weights_only=True)"
+            ) from None
 
     @property
     def precision(self) -> PTDPPrecision:
@@ -724,8 +745,16 @@ class PTDPStrategy(ParallelStrategy):
     def store(self) -> Store:
         """What saves and loads checkpoints."""
         if self._store is None:
-            self._store = Store(self.groups.world, world_copy() if self._async_checkpoint else None)
+            self._store = Store(self.groups.world)
         return self._store
+
+    def _for_saves_in_background(self) -> ProcessGroup | None:
+        """The group of saves that training does not wait for; None where nobody would wait for them later."""
+        if not self._async_checkpoint or self._module.trainer.state.status != TrainerStatus.RUNNING:
+            return None
+        if self._background_world is None:
+            self._background_world = world_copy()
+        return self._background_world
 
     def _state_of_module(self) -> LocalState:
         """Names and places of the module's own weights and buffers."""
@@ -786,7 +815,7 @@ class PTDPStrategy(ParallelStrategy):
                     f"a checkpoint folder is written to a mounted file system, got {path}; mount it, or use "
                     "save_distributed_checkpoint=False"
                 )
-            self.store.save_folder(Path(path), contents)
+            self.store.save_folder(Path(path), contents, self._for_saves_in_background())
         elif has_own_io or "://" in path:
             self.store.save_file(Path(path), contents, lambda whole: self.checkpoint_io.save_checkpoint(whole, path))
         else:
@@ -838,7 +867,20 @@ class PTDPStrategy(ParallelStrategy):
         for optimizer, names, given in zip(self.optimizers, self._group_names(), states, strict=True):
             optimizer.load_state_dict(local.take_optimizer(given, optimizer, names, name_of))
 
+    def _close_store(self) -> None:
+        if self._store is None:
+            return
+        store, self._store = self._store, None
+        try:
+            store.close()
+        except Exception as error:
+            if not self._module.trainer.interrupted:
+                raise
+            log.warning("the save in the background failed, too: %s", error)  # the first failure is being raised
+
     def _refuse_after_failure(self) -> None:
+        if isinstance(sys.exc_info()[1], SIGTERMException):  # raised on all ranks at once
+            return
         if self._module.trainer.interrupted and self.world_size > 1:
             if self._board is not None:  # a callback that saves now ends the Trainer before it tells the strategy
                 failure = sys.exc_info()[1]
@@ -854,14 +896,12 @@ class PTDPStrategy(ParallelStrategy):
 
     def on_exception(self, exception: BaseException) -> None:
         """Post the failure for the other ranks, or say in it what failed first."""
-        if self._board is not None:
+        if self._board is not None and not isinstance(exception, SIGTERMException):  # that comes to all ranks at once
             self._board.report(exception)
 
     def teardown(self) -> None:
         """Stop watching, and give the module its own `log` back."""
-        if self._store is not None:
-            store, self._store = self._store, None
-            store.close()
+        self._close_store()
         if self._board is not None:
             self._board.__exit__()
         if self._steps is not None:

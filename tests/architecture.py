@@ -80,7 +80,7 @@ UNITS: dict[str, Unit] = {
     "refusals": _unit(4, f"probe {_FRONT}", "torch lightning"),
     "steps": _unit(4, _FRONT, "torch lightning"),
     "check": _unit(4, f"{_FRONT} pipeline.partition tensor_parallel.shard", "torch lightning numpy"),
-    "stopping": _unit(4, _FRONT, "lightning"),
+    "stopping": _unit(4, _FRONT, "torch lightning"),
     "strategy": _unit(4, f"data_parallel.scaling {_FRONT}", "torch lightning"),
     "nn": _unit(2, "kernels", "torch"),
     "data": _unit(2, "", "torch lightning datasets tokenizers numpy rich"),

@@ -14,8 +14,7 @@ class Background:
         self._running: Future[None] | None = None
 
     def start(self, act: Callable[[], None]) -> None:
-        """Wait for the act before, then begin this one."""
-        self.wait()
+        """Begin an act; the one before must have been waited for."""
         self._running = self._executor.submit(act)
 
     def after(self, act: Callable[[], None]) -> None:

@@ -44,6 +44,7 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+from lightning_ptdp.checkpoint.errors import CheckpointError, naming
 from lightning_ptdp.checkpoint.rectangles import Placed, Size
 
 META = "meta.pt"
@@ -131,32 +132,37 @@ def write(
     objects: Mapping[Keys, Any],
     order: Sequence[str],
     group: ProcessGroup,
+    what: str,
 ) -> dict[str, int]:
     """Write this rank's share; every rank of the group calls it. Returns the checksums of the files it wrote.
 
-    tensors, objects: that this rank writes, and no other. order: of names in the plain model.
+    tensors, objects: that this rank writes, and no other. order: of names in the plain model. what: has failed, where
+    something has.
 
     Raises:
-        RuntimeError: on every rank, when one of them failed.
+        CheckpointError: on every rank, when one of them failed.
     """
     writer = dcp.FileSystemWriter(folder)
     files = _ChecksummingFileSystem()
     writer.fs = files
     planner = _SavePlanner(tensors, objects, order)
-    with _readable_errors(f"saving the checkpoint {folder} failed"):
+    try:
         dcp.save({}, storage_writer=writer, planner=planner, process_group=group)
+    except CheckpointException as error:
+        rank, (cause, _) = min(error.failures.items())
+        raise CheckpointError(f"{what} on rank {rank}: {type(cause).__name__}: {cause}") from error
     return files.checksums
 
 
 class _ChecksummingFileSystem(FileSystem):
-    """Notes the CRC-32 of what is written."""
+    """Notes the CRC-32 of what is written, and says in an error which file it was."""
 
     def __init__(self) -> None:
         self.checksums: dict[str, int] = {}
 
     @contextmanager
     def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
-        with super().create_stream(path, mode) as stream:
+        with naming(Path(path)), super().create_stream(path, mode) as stream:
             if "w" not in mode:
                 yield stream
                 return
@@ -337,13 +343,3 @@ def _damaged(file: Path, error: Exception) -> RuntimeError:
     return RuntimeError(
         f"the checkpoint file {file} is missing or damaged ({type(error).__name__}: {error}); load another checkpoint"
     )
-
-
-@contextmanager
-def _readable_errors(what: str) -> Iterator[None]:
-    """Raise the first cause of a failure of several ranks, as an Exception."""
-    try:
-        yield
-    except CheckpointException as error:
-        rank, (cause, _) = min(error.failures.items())
-        raise RuntimeError(f"{what} on rank {rank}: {type(cause).__name__}: {cause}") from error

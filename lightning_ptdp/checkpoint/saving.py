@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,10 @@ import torch
 from torch.distributed import ProcessGroup
 
 from lightning_ptdp.checkpoint import folder, whole_or_absent
+from lightning_ptdp.checkpoint.errors import CheckpointError
 from lightning_ptdp.checkpoint.folder import Keys
 from lightning_ptdp.checkpoint.rectangles import Placed
-from lightning_ptdp.comm.collectives import gather_objects
+from lightning_ptdp.comm.collectives import broadcast_object, gather_objects
 
 
 def save_folder(
@@ -29,33 +31,49 @@ def save_folder(
     order: of names in the plain model.
 
     Raises:
-        RuntimeError: on every rank, when one of them failed; what was there before is untouched.
+        CheckpointError: on every rank, when one of them failed; what was there before is untouched.
     """
-    is_first = group.rank() == 0
-    what = f"saving the checkpoint {path} failed"
-    together(lambda: whole_or_absent.prepare(path) if is_first else None, group, what)
-    checksums = folder.write(whole_or_absent.unfinished(path), tensors, objects, order, group)
-    everyone = gather_objects(checksums, group)
+    with _leaving_nothing(path, group):
+        is_first = group.rank() == 0
+        what = f"saving the checkpoint {path} failed"
+        together(lambda: whole_or_absent.prepare(path) if is_first else None, group, what)
+        checksums = folder.write(whole_or_absent.unfinished(path), tensors, objects, order, group, what)
+        everyone = gather_objects(checksums, group)
 
-    def finish() -> None:
-        meta_file = whole_or_absent.unfinished(path) / folder.META
-        torch.save(dict(meta), meta_file)
-        whole_or_absent.sync(meta_file)
-        merged = {name: crc for each in everyone for name, crc in each.items()}
-        whole_or_absent.commit(path, {**merged, folder.META: whole_or_absent.crc32(meta_file)})
+        def finish() -> None:
+            meta_file = whole_or_absent.unfinished(path) / folder.META
+            torch.save(dict(meta), meta_file)
+            whole_or_absent.sync(meta_file)
+            merged = {name: crc for each in everyone for name, crc in each.items()}
+            whole_or_absent.commit(path, {**merged, folder.META: whole_or_absent.crc32(meta_file)})
 
-    together(finish if is_first else None, group, what)
+        together(finish if is_first else None, group, what)
+
+
+@contextmanager
+def _leaving_nothing(path: Path, group: ProcessGroup) -> Iterator[None]:
+    """Within, a failure of which all ranks know, so that none writes any more, deletes what is half written."""
+    try:
+        yield
+    except CheckpointError:
+        if group.rank() == 0:
+            with suppress(OSError):
+                whole_or_absent.remove(whole_or_absent.unfinished(path))
+        raise
 
 
 def verify(path: Path, group: ProcessGroup) -> None:
-    """Check every file of a checkpoint against its manifest, each rank some of them.
+    """Check every file of a checkpoint folder against its manifest, each rank some of them.
 
     Raises:
-        RuntimeError: on every rank, with what is wrong.
+        CheckpointError: on every rank, with what is wrong.
     """
 
     def check() -> None:
-        mine = whole_or_absent.files(path)[group.rank() :: group.size()]
+        listed = whole_or_absent.files(path)
+        if not listed and not folder.is_folder(path):
+            raise ValueError(f"the folder {path} is no checkpoint: it has no {folder.METADATA} and {folder.META}")
+        mine = listed[group.rank() :: group.size()]
         faults = [fault for file in mine if (fault := whole_or_absent.damage(file)) is not None]
         if faults:
             raise RuntimeError("; ".join(faults))
@@ -63,11 +81,22 @@ def verify(path: Path, group: ProcessGroup) -> None:
     together(check, group, f"loading the checkpoint {path} failed")
 
 
+def newest_whole(beside: Path, group: ProcessGroup) -> Path | None:
+    """The newest of the other checkpoint folders beside one, that is whole; every rank calls it."""
+    others = [p for p in beside.parent.glob("*") if folder.is_folder(p) and p.resolve() != beside.resolve()]
+    newest_first = sorted(others, key=lambda p: p.stat().st_mtime, reverse=True)
+    for path in broadcast_object(newest_first, 0, group):
+        with suppress(CheckpointError):
+            verify(path, group)
+            return Path(path)
+    return None
+
+
 def together(act: Callable[[], Any] | None, group: ProcessGroup, what: str) -> None:
     """Act on some ranks, and let all of them know how it went.
 
     Raises:
-        RuntimeError: on every rank, with the first rank's cause.
+        CheckpointError: on every rank, with the first rank's cause.
     """
     failure: BaseException | None = None
     try:
@@ -78,4 +107,4 @@ def together(act: Callable[[], Any] | None, group: ProcessGroup, what: str) -> N
     told = gather_objects(None if failure is None else f"{type(failure).__name__}: {failure}", group)
     for rank, text in enumerate(told):
         if text is not None:
-            raise RuntimeError(f"{what} on rank {rank}: {text}") from failure
+            raise CheckpointError(f"{what} on rank {rank}: {text}") from failure

@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from lightning_ptdp.checkpoint import whole_or_absent
+from lightning_ptdp.checkpoint.errors import naming
 from lightning_ptdp.checkpoint.folder import Keys
 from lightning_ptdp.checkpoint.rectangles import Placed, Size, part
 from lightning_ptdp.comm.collectives import gather_objects, receive_from, send_to
@@ -45,26 +47,43 @@ def save_file(path: Path, tensors: Mapping[Keys, Placed], objects: Mapping[Keys,
     tensors, objects: that this rank contributes, and no other.
     """
     outlines, others = _outlines(tensors, objects)
-    if world().rank() != 0:
-        for _ in _gathered(outlines, tensors):
+    gathered = _gathered(outlines, tensors)
+    try:
+        if world().rank() == 0:
+            with FakeTensorMode():
+                values: Values = {keys: torch.empty(o.size, dtype=o.dtype) for keys, o in outlines.items()}
+            _write(path, assemble({**values, **others}), values, gathered)
+    finally:  # other ranks send everything, whatever happened here
+        for _ in gathered:
             pass
-        return
-    with FakeTensorMode():
-        values: Values = {keys: torch.empty(o.size, dtype=o.dtype) for keys, o in outlines.items()}
+
+
+def _write(path: Path, checkpoint: dict[str, Any], values: Values, gathered: Iterator[tuple[Keys, Tensor]]) -> None:
     aside = path.with_name(f".{path.name}.unfinished")
-    aside.parent.mkdir(parents=True, exist_ok=True)
-    places = _write_without_values(aside, assemble({**values, **others}))
-    with aside.open("r+b") as stream:
-        for tensor, offset in places:
-            if not _is_fake(tensor):
-                _write_at(stream, offset, torch.tensor([], dtype=torch.uint8).set_(tensor.cpu().untyped_storage()))
-        offset_of = {id(tensor): offset for tensor, offset in places}
-        for keys, tensor in _gathered(outlines, tensors):
-            if id(values[keys]) in offset_of:
-                _write_at(stream, offset_of[id(values[keys])], tensor)
-        stream.flush()
-        os.fsync(stream.fileno())
-    os.replace(aside, path)
+    try:
+        with naming(aside):
+            aside.parent.mkdir(parents=True, exist_ok=True)
+            places = _write_without_values(aside, checkpoint)
+            with aside.open("r+b") as stream:
+                for tensor, offset in places:
+                    if not _is_fake(tensor):
+                        _write_at(
+                            stream, offset, torch.tensor([], dtype=torch.uint8).set_(tensor.cpu().untyped_storage())
+                        )
+                offset_of = {id(tensor): offset for tensor, offset in places}
+                for keys, tensor in gathered:
+                    if id(values[keys]) in offset_of:
+                        _write_at(stream, offset_of[id(values[keys])], tensor)
+                    del tensor  # before the next is made
+                stream.flush()
+                os.fsync(stream.fileno())
+        if path.is_dir():
+            whole_or_absent.remove(path)
+        os.replace(aside, path)
+        whole_or_absent.sync(path.parent)
+    except BaseException:
+        aside.unlink(missing_ok=True)
+        raise
 
 
 def gather_whole(tensors: Mapping[Keys, Placed], objects: Mapping[Keys, Any], assemble: Assemble) -> dict[str, Any]:
@@ -114,6 +133,7 @@ def _gathered(outlines: Mapping[Keys, _Outline], tensors: Mapping[Keys, Placed])
                 if received is not block:
                     block.copy_(received)
         yield keys, whole
+        del whole
 
 
 def _blocks(tensor: Tensor) -> Iterator[Tensor]:

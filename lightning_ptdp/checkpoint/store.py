@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -14,12 +13,12 @@ from torch.distributed import ProcessGroup
 from lightning_ptdp.checkpoint import whole_or_absent
 from lightning_ptdp.checkpoint.background import Background
 from lightning_ptdp.checkpoint.contents import Contents, plain_checkpoint
+from lightning_ptdp.checkpoint.errors import CheckpointError
 from lightning_ptdp.checkpoint.folder import Folder, is_folder
 from lightning_ptdp.checkpoint.local_state import LocalState
-from lightning_ptdp.checkpoint.saving import save_folder, together, verify
+from lightning_ptdp.checkpoint.saving import newest_whole, save_folder, together, verify
 from lightning_ptdp.checkpoint.single import gather_whole, save_file
-
-log = logging.getLogger(__name__)
+from lightning_ptdp.comm.collectives import gather_objects
 
 SaveWhole = Callable[[dict[str, Any]], None]
 LoadWhole = Callable[[], dict[str, Any]]
@@ -28,22 +27,23 @@ LoadWhole = Callable[[], dict[str, Any]]
 class Store:
     """Every rank of the world calls its methods, with the same paths."""
 
-    def __init__(self, world: ProcessGroup, background_world: ProcessGroup | None = None) -> None:
-        """background_world: a group of all ranks for saves that go on beside training; None waits for each save."""
-        self._world, self._background_world = world, background_world
+    def __init__(self, world: ProcessGroup) -> None:
+        self._world = world
         self._background = Background()
 
-    def save_folder(self, path: Path, contents: Contents) -> None:
+    def save_folder(self, path: Path, contents: Contents, background_world: ProcessGroup | None = None) -> None:
         """Save a folder; with a background group, return once the tensors are copied.
 
+        background_world: a group of all ranks that nothing else uses while the save goes on.
+
         Raises:
-            RuntimeError: on every rank, when one failed; of a save in the background, at the next call.
+            CheckpointError: on every rank, when one failed; of a save in the background, at the next call.
         """
-        if self._background_world is None:
+        self._background.wait()
+        if background_world is None:
             _save(path, contents, self._world)
             return
-        self._background.wait()
-        group, copied = self._background_world, contents.copied()
+        group, copied = background_world, contents.copied()
         self._background.start(lambda: _save(path, copied, group))
 
     def save_file(self, path: Path, contents: Contents, save_whole: SaveWhole | None = None) -> None:
@@ -52,7 +52,7 @@ class Store:
         save_whole: what writes it on rank 0, of all tensors in memory; None writes piece by piece.
 
         Raises:
-            RuntimeError: on every rank, when one failed.
+            CheckpointError: on every rank, when one failed.
         """
         self._background.wait()
 
@@ -61,8 +61,6 @@ class Store:
 
         def act() -> None:
             if save_whole is None:
-                if path.is_dir():
-                    whole_or_absent.remove(path)
                 save_file(path, contents.tensors, contents.objects, assemble)
                 return
             whole = gather_whole(contents.tensors, contents.objects, assemble)
@@ -87,7 +85,7 @@ class Store:
         load_whole: reads a file that is not on a mounted file system.
 
         Raises:
-            RuntimeError: on every rank, when a file is missing or damaged.
+            CheckpointError: on every rank, when a file is missing or damaged.
         """
         self._background.wait()
         where = Path(path)
@@ -95,8 +93,8 @@ class Store:
             (lambda: whole_or_absent.recover(where)) if self._world.rank() == 0 else None, self._world, "loading failed"
         )
         loaded: dict[str, Any] = {}
-        if is_folder(where):
-            verify(where, self._world)
+        if any(gather_objects(where.is_dir(), self._world)):
+            self._verify(where)
 
         def act() -> None:
             if not is_folder(where):
@@ -112,6 +110,16 @@ class Store:
         together(act, self._world, f"loading the checkpoint {path} failed")
         return loaded
 
+    def _verify(self, path: Path) -> None:
+        try:
+            verify(path, self._world)
+        except CheckpointError as error:
+            other = newest_whole(path, self._world)
+            advice = (
+                "no whole checkpoint is beside it" if other is None else f"the newest whole one beside it is {other}"
+            )
+            raise CheckpointError(f"{error}; {advice}") from error
+
     def remove(self, path: Path, remove_whole: Callable[[], None]) -> None:
         """Delete a checkpoint on rank 0, after the save that is under way.
 
@@ -121,8 +129,16 @@ class Store:
             return
         self._background.after(lambda: whole_or_absent.remove(path) if is_folder(path) else remove_whole())
 
+    def wait(self) -> None:
+        """Wait for a save that is under way.
+
+        Raises:
+            CheckpointError: on every rank, when it failed.
+        """
+        self._background.wait()
+
     def close(self) -> None:
-        """Wait for a save that is under way."""
+        """As `wait`, for the last time."""
         self._background.close()
 
 

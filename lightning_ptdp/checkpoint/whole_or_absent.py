@@ -16,7 +16,7 @@ from pathlib import Path
 
 MANIFEST = "manifest.json"
 
-_UNFINISHED, _REPLACED = ".unfinished", ".replaced"
+_UNFINISHED, _REPLACED, _REMOVED = ".unfinished", ".replaced", ".removed"
 _BLOCK = 1 << 24  # bytes that are read at once
 
 
@@ -47,7 +47,11 @@ def commit(path: Path, checksums: Mapping[str, int]) -> None:
     remove(old)
     if path.is_symlink() or path.exists():
         os.replace(path, old)
-    os.replace(folder, path)
+    try:
+        os.replace(folder, path)
+    except OSError:
+        recover(path)
+        raise
     sync(path.parent)
     remove(old)
 
@@ -64,8 +68,9 @@ def remove(path: Path) -> None:
     if path.is_symlink() or path.is_file():
         path.unlink()
     elif path.is_dir():
-        gone = path if path.name.endswith(_UNFINISHED) else unfinished(path)
-        if gone != path:
+        gone = path
+        if not path.name.endswith((_UNFINISHED, _REPLACED)):
+            gone = path.with_name(f".{path.name}{_REMOVED}")
             shutil.rmtree(gone, ignore_errors=True)
             os.replace(path, gone)
         shutil.rmtree(gone)

@@ -463,7 +463,6 @@ CONFIGURATIONS: dict[str, Broken] = {
         p=2,
         make=optimized(lambda ps: optim.SGD([*ps, nn.Parameter(torch.ones(3))], lr=0.1)),
     ),
-    "background saves": row("async_checkpoint=True is not available", "leave it out", async_checkpoint=True),
     # callbacks
     "pruning on pieces": row(
         "ModelPruning compares weights of the whole model",

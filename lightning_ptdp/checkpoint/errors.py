@@ -1,0 +1,22 @@
+"""How saving and loading fail."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+class CheckpointError(RuntimeError):
+    """Saving or loading failed; it is raised on every rank."""
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Within, an operating system's error says which file it was about: of a full disk it doesn't."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None or error.errno is None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
