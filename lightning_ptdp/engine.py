@@ -131,7 +131,7 @@ class Engine:
         self._moving: MovingBuffers | None = None
         self._restore_batch_norms: Callable[[], None] | None = None
         self._shared: SharedGradients | None = None
-        self._streams = RandomStreams(seed, device)
+        self.streams = RandomStreams(seed, device)
         self._messenger = Messenger(groups.pipeline, device)
         self._runtime = Runtime(self._messenger, groups.pipeline_ranks, groups.at.pipeline)
         self._current: Action | None = None
@@ -323,8 +323,8 @@ class Engine:
         """Run a step that does its own backward, on a whole module; its random streams are named as others' are."""
         if self.groups.topology.world_size == 1:
             return step()
-        with self._streams.isolated():
-            self._streams.start(TRAINING, number, self.groups.at.data, 0)
+        with self.streams.isolated():
+            self.streams.start(TRAINING, number, self.groups.at.data, 0)
             return step()
 
     def evaluate_batch(self, batch: Any, step: UserStep, *, number: int, size: int | None) -> BatchRun:
@@ -390,7 +390,7 @@ class Engine:
             return signatures[k]
 
         actions = self._actions(len(microbatches), trains=trains)
-        with self._streams.isolated() if self._names_streams(run) else nullcontext(), self._blame(run):
+        with self.streams.isolated() if self._names_streams(run) else nullcontext(), self._blame(run):
             self._runtime.run(actions, worker, key, self._at)
 
     def _actions(self, num_microbatches: int, *, trains: bool) -> Sequence[Action]:
@@ -409,9 +409,9 @@ class Engine:
         return self.groups.topology.world_size > 1 or len(run.sizes) > 1
 
     def _enter_streams(self, phase: int, number: int, k: int, stage: int) -> None:
-        self._streams.start(phase, number, self.groups.at.data, k)
+        self.streams.start(phase, number, self.groups.at.data, k)
         if self.skeleton is not None:
-            self.skeleton.on_enter = lambda: self._streams.enter_stage(stage)
+            self.skeleton.on_enter = lambda: self.streams.enter_stage(stage)
 
     def _loss_of(
         self, run: BatchRun, microbatches: list[Microbatch], accumulate: int

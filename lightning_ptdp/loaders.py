@@ -24,14 +24,23 @@ from lightning_ptdp.data_parallel.sampler import BatchShare, UnrepeatedSampler
 
 
 def prepare(
-    loader: object, groups: Groups, *, stage: RunningStage, shares: bool, warn: Callable[[str], None]
+    loader: object,
+    groups: Groups,
+    *,
+    stage: RunningStage,
+    shares: bool,
+    warn: Callable[[str], None],
+    resumable: Callable[[object], object] = lambda loader: loader,
 ) -> object:
     """Adapt a loader to the replicas.
 
     stage: what it is read for. shares: whether replicas may split what a loader draws for prediction.
+    resumable: gives a training loader that keeps no position of its own one.
     """
     if isinstance(loader, DataLoader):
         _seed_workers(loader, groups)
+    if stage == RunningStage.TRAINING and not isinstance(loader, _Stateful):
+        loader = resumable(loader)
     if groups.topology.data_parallel_size == 1:
         return loader
     if stage == RunningStage.PREDICTING:
@@ -53,7 +62,7 @@ def _seed_workers(loader: DataLoader[Any], groups: Groups) -> None:
 
 def _evened(loader: Any, groups: Groups, warn: Callable[[str], None]) -> object:
     """A training loader that gives all replicas as many batches, where it is not known that the user's does."""
-    is_stream = isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset)
+    is_stream = isinstance(getattr(loader, "dataset", None), IterableDataset)
     lengths = gather_objects(sized_len(loader), groups.data)
     known = [length for length in lengths if length is not None]
     if len(known) < len(lengths):
@@ -170,6 +179,11 @@ class EvenLoader:
         if self._length is None:
             raise TypeError("this loader has no length that the replicas agree on")
         return self._length
+
+    @property
+    def loader(self) -> Any:
+        """What is read."""
+        return self._loader
 
     @property
     def dataset(self) -> Any:

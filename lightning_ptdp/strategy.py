@@ -7,6 +7,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,7 @@ from lightning_ptdp.refusals import (
     refused_modules,
     refused_optimizers,
 )
+from lightning_ptdp.resuming import KEY, Resuming
 from lightning_ptdp.schedule import SCHEDULES
 from lightning_ptdp.stage_state import StageState
 from lightning_ptdp.steps import Context, Steps, batch_of, edits_gradients
@@ -92,6 +94,10 @@ log = logging.getLogger(__name__)
 _SYNC_ADVICE = r"It is recommended to use `self\.log\(.*sync_dist=True\)`"
 # And when it evaluates with a sampler that repeats samples, which ours does not.
 _SAMPLER_ADVICE = r"Using `DistributedSampler` with the dataloaders\."
+# And when it resumes within an epoch: our loaders keep their place.
+_PLACE_ADVICE = (
+    r"You're resuming from a checkpoint that ended before the epoch ended and your dataloader is not resumable"
+)
 _CHECKED_BATCHES = 2  # of a run and of each epoch of training, that the ranks of a replica compare
 
 
@@ -199,6 +205,7 @@ class PTDPStrategy(ParallelStrategy):
         self._progress, self._stop_together = LoopProgress(), StopTogether(self._signals)
         self._predicts = False
         self._parameter_groups = WholeGroups()
+        self._resuming: Resuming | None = None
         self._loading: RemovableHandle | None = None
         self._blocks_sync = False
         self._unchecked = 0
@@ -240,6 +247,12 @@ class PTDPStrategy(ParallelStrategy):
         """What runs the user's steps."""
         assert self._steps is not None, "made at setup"
         return self._steps
+
+    @property
+    def resuming(self) -> Resuming:
+        """What keeps and restores random generators and the loaders' places."""
+        assert self._resuming is not None, "made at setup"
+        return self._resuming
 
     @property
     def _module(self) -> pl.LightningModule:
@@ -399,6 +412,8 @@ class PTDPStrategy(ParallelStrategy):
         if former is not None and not fits:
             self._engine.mains = former.mains  # of the optimizers of an earlier fit
         self.model_to_device()
+        sizes = {**asdict(layout.topology), "virtual_pipeline_size": self.config.virtual_pipeline_size}
+        self._resuming = Resuming(trainer, self.groups, self.root_device, sizes)
         if fits:
             self._engine.join_statistics(module, all_batch_norms=self._layer_sync is not None)
             self.setup_optimizers(trainer)
@@ -408,20 +423,24 @@ class PTDPStrategy(ParallelStrategy):
         self._watches_edits = self.groups.replica.size() > 1 and edits_gradients(trainer, module)
         assert self._exchange is not None, "made with the groups"
         self._steps = Steps(module, self._engine, self._exchange, self._board, self._progress)
-        warnings.filterwarnings("ignore", message=_SAMPLER_ADVICE)
+        for advice in (_SAMPLER_ADVICE, _PLACE_ADVICE):
+            warnings.filterwarnings("ignore", message=advice)
         if self.groups.topology.data_parallel_size == 1:
             warnings.filterwarnings("ignore", message=_SYNC_ADVICE)
         connect_metrics(module, self.groups, lambda: self.steps.is_in_step, self.root_device)
         self._connect_callbacks(trainer)
         share_random_state(self.root_device, self.groups.world)
+        self._resuming.is_set_up = True
 
     def _connect_callbacks(self, trainer: pl.Trainer) -> None:
         callbacks, topology = callbacks_of(trainer), self.groups.topology
         users = [
-            callback for callback in callbacks if not isinstance(callback, LoopProgress | StageState | StopTogether)
+            callback
+            for callback in callbacks
+            if not isinstance(callback, LoopProgress | Resuming | StageState | StopTogether)
         ]
         state = [StageState(self.groups, self.root_device)] if topology.pipeline_parallel_size > 1 else []
-        callbacks[:] = [*state, self._progress, *users, self._stop_together]
+        callbacks[:] = [*state, self._progress, self.resuming, *users, self._stop_together]
         self._stop_together.watch()
         self.steps.listen(users)
         show_whole_model(callbacks, self.whole_model)
@@ -569,7 +588,18 @@ class PTDPStrategy(ParallelStrategy):
         trainer = self._module.trainer
         assert trainer.state.stage is not None, "loaders are read in a stage"
         shares = trainer._accelerator_connector.use_distributed_sampler  # known nowhere else
-        return loaders.prepare(dataloader, self.groups, stage=trainer.state.stage, shares=shares, warn=rank_zero_warn)
+        return loaders.prepare(
+            dataloader,
+            self.groups,
+            stage=trainer.state.stage,
+            shares=shares,
+            warn=rank_zero_warn,
+            resumable=lambda loader: self.resuming.resumable(loader, rank_zero_warn),
+        )
+
+    def on_train_start(self) -> None:
+        """After all hooks of that name: put the random generators where a checkpoint left them."""
+        self.resuming.restore()
 
     # -- steps -------------------------------------------------------------------------------------------------------
 
@@ -807,6 +837,8 @@ class PTDPStrategy(ParallelStrategy):
                 "them into a CheckpointIO given by plugins= with save_distributed_checkpoint=False"
             )
         path = str(self.broadcast(str(filepath)))
+        if "optimizer_states" in checkpoint:
+            checkpoint[KEY] = self.resuming.state(self.engine.streams.seed)
         contents = contents_of(checkpoint, self._local_state(), self.groups)
         has_own_io = type(self.checkpoint_io) is not TorchCheckpointIO
         if self._save_distributed_checkpoint and not has_own_io:
@@ -827,7 +859,7 @@ class PTDPStrategy(ParallelStrategy):
         has_own_io = type(self.checkpoint_io) is not TorchCheckpointIO
         for folder in cut_off(Path(path).parent):
             rank_zero_warn(f"{folder} was passed over: its writing was cut off; {path} is loaded")
-        return self.store.load(
+        loaded = self.store.load(
             path,
             self._local_state(),
             self._held_state(),
@@ -837,6 +869,9 @@ class PTDPStrategy(ParallelStrategy):
             else None,
             weights_only=weights_only,
         )
+        if self._module.trainer.state.fn == TrainerFn.FITTING:
+            self.engine.streams.seed = self.resuming.take(loaded.get(KEY), self.engine.streams.seed)
+        return loaded
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
         """Delete a checkpoint, after a save that is under way."""

@@ -35,7 +35,8 @@ _COMPUTE = "comm kernels batch loss_weight outputs data_parallel tensor_parallel
 _FRONT = (
     f"engine checkpoint planner {_PURE} comm kernels batch exchange failure outputs precision loaders logging "
     "log_calls hook_logs metrics progress predictions stage_state stopping whole_module layout steps strategy check "
-    "callbacks averages holdings loss_scale held_schedule parameter_groups preflight inventory refusals "
+    "callbacks averages holdings loss_scale held_schedule parameter_groups preflight inventory refusals resumable "
+    "resuming "
     "tensor_parallel.random"
 )
 
@@ -65,6 +66,8 @@ UNITS: dict[str, Unit] = {
     "engine": _unit(3, f"{_PURE} {_COMPUTE}", "torch"),
     "precision": _unit(4, f"data_parallel.clip {_FRONT}", "torch lightning"),
     "loaders": _unit(4, f"data_parallel.sampler {_FRONT}", "torch lightning"),
+    "resumable": _unit(4, f"data_parallel.order {_FRONT}", "torch lightning rich"),
+    "resuming": _unit(4, _FRONT, "torch lightning"),
     "logging": _unit(4, _FRONT, "torch lightning torchmetrics"),
     "metrics": _unit(4, _FRONT, "torch lightning torchmetrics"),
     "log_calls": _unit(4, _FRONT, "torch lightning torchmetrics"),

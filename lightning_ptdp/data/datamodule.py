@@ -9,6 +9,7 @@ import lightning as L
 import torch
 from tokenizers import Tokenizer
 from torch.utils.data import DataLoader
+from torch.utils.data.distributed import DistributedSampler
 
 from .corpus import Corpus
 from .files import FileCorpus, find_files
@@ -128,13 +129,17 @@ class TextDataModule(L.LightningDataModule):
         self._check_lengths(self._prepared)
 
     def train_dataloader(self) -> DataLoader[Any]:
-        """Shuffled batches of the training split, in an order that `seed` sets."""
-        order = torch.Generator().manual_seed(self.seed)
-        return self._loader("train", shuffle=True, generator=order)
+        """Shuffled batches of the training split.
+
+        `seed` and the epoch set the order of all sequences, whatever the number of replicas, which take turns.
+        """
+        sequences = self._sequences("train")
+        replicas = getattr(self.trainer, "distributed_sampler_kwargs", None) or {"num_replicas": 1, "rank": 0}
+        return self._loader(sequences, sampler=DistributedSampler(sequences, **replicas, seed=self.seed))
 
     def val_dataloader(self) -> DataLoader[Any] | list[DataLoader[Any]]:
         """Batches of the held-out documents in a fixed order; nothing if none are held out."""
-        return self._loader("validation") if self.prepared.validation.num_tokens else []
+        return self._loader(self._sequences("validation")) if self.prepared.validation.num_tokens else []
 
     def state_dict(self) -> dict[str, Any]:
         """The tokenizer goes into each checkpoint, so that a checkpoint alone can turn text into tokens and back."""
@@ -181,10 +186,11 @@ class TextDataModule(L.LightningDataModule):
         ]  # fmt: skip
         return self.cache / "last" / blake2b(repr(options).encode(), digest_size=16).hexdigest()
 
-    def _loader(self, split: str, **order: Any) -> DataLoader[Any]:
-        sequences = PackedSequences(
-            self.prepared.stream(split), seq_len=self.seq_len, end_of_text=end_of_text(self.tokenizer)
-        )
+    def _sequences(self, split: str) -> PackedSequences:
+        stream = self.prepared.stream(split)
+        return PackedSequences(stream, seq_len=self.seq_len, end_of_text=end_of_text(self.tokenizer))
+
+    def _loader(self, sequences: PackedSequences, **order: Any) -> DataLoader[Any]:
         return DataLoader(
             sequences,
             batch_size=self.batch_size,

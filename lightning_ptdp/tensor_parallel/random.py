@@ -11,8 +11,9 @@ a schedule change no draw.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import numpy
 import torch
@@ -42,39 +43,55 @@ def generators(device: torch.device) -> tuple[torch.Generator, ...]:
     return (torch.default_generator,)
 
 
+def random_state(device: torch.device) -> dict[str, Any]:
+    """Where the default generators (PyTorch's, NumPy's, Python's) stand, as plain values for a checkpoint."""
+    arrays: Any = numpy.random.get_state()
+    kind, keys, *rest = arrays
+    return {
+        "torch": [generator.get_state() for generator in generators(device)],
+        "python": random.getstate(),
+        "numpy": [kind, torch.from_numpy(keys.astype(numpy.int64)), *rest],
+    }
+
+
+def set_random_state(state: Mapping[str, Any], device: torch.device) -> None:
+    """Put the default generators where `random_state` found them, on a device of the same kind."""
+    for generator, position in zip(generators(device), state["torch"], strict=True):
+        generator.set_state(position)
+    random.setstate(state["python"])
+    kind, keys, *rest = state["numpy"]
+    numpy.random.set_state((kind, keys.numpy().astype(numpy.uint32), *rest))
+
+
 class RandomStreams:
     """Puts the default generators (PyTorch, NumPy's and Python's) on named streams."""
 
     def __init__(self, seed: int, device: torch.device) -> None:
         """seed: the same on every rank. device: where the rank computes."""
-        self._seed = seed
+        self.seed, self._device = seed, device
         self._generators = generators(device)
         self._position: tuple[int, ...] = ()
 
     @contextmanager
     def isolated(self) -> Iterator[None]:
         """Within, the streams may move the default generators; afterwards these stand where they stood."""
-        states = [generator.get_state() for generator in self._generators]
-        python, arrays = random.getstate(), numpy.random.get_state()
+        state = random_state(self._device)
         try:
             yield
         finally:
-            for generator, state in zip(self._generators, states, strict=True):
-                generator.set_state(state)
-            random.setstate(python)
-            numpy.random.set_state(arrays)
+            set_random_state(state, self._device)
 
     def start(self, *position: int) -> None:
         """Go to the stream before the model, of (phase, step, replica, microbatch)."""
         self._position = position
-        seed = mix(self._seed, *position)
+        seed = mix(self.seed, *position)
         self._reseed(seed)
         random.seed(seed)
         numpy.random.seed(seed & 0xFFFFFFFF)
 
     def enter_stage(self, stage: int) -> None:
         """Go on to the stage's own stream."""
-        self._reseed(mix(self._seed, *self._position, 1 + stage))
+        self._reseed(mix(self.seed, *self._position, 1 + stage))
 
     def _reseed(self, seed: int) -> None:
         for generator in self._generators:
@@ -87,12 +104,7 @@ def share_random_state(device: torch.device, group: ProcessGroup) -> None:
     Ranks that were not seeded, or did not run the same code before (rank 0 alone prepares data), draw alike from then
     on, as one process would: loaders shuffle in one order.
     """
-    mine = [generator.get_state() for generator in generators(device)], random.getstate(), numpy.random.get_state()
-    states, python, arrays = broadcast_object(mine, 0, group)
-    for generator, state in zip(generators(device), states, strict=True):
-        generator.set_state(state)
-    random.setstate(python)
-    numpy.random.set_state(arrays)
+    set_random_state(broadcast_object(random_state(device), 0, group), device)
 
 
 class SplitRegion:

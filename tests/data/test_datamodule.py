@@ -4,6 +4,7 @@ import logging
 import pickle
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import datasets
 import pytest
@@ -192,6 +193,18 @@ def test_the_order_follows_from_the_seed(module_of, forty_files):
 
     assert first(1) == first(1)
     assert first(1) != first(2)
+
+
+def test_replicas_take_turns_in_one_order(module_of, forty_files):
+    def epoch(replica: int, num_replicas: int) -> list[list[int]]:
+        module = ready(module_of(forty_files))
+        module.trainer = SimpleNamespace(distributed_sampler_kwargs={"num_replicas": num_replicas, "rank": replica})
+        loader = module.train_dataloader()
+        loader.sampler.set_epoch(3)
+        return [row for batch in loader for row in batch["input_ids"].tolist()]
+
+    alone, pair = epoch(0, 1), [epoch(replica, 2) for replica in range(2)]
+    assert [row for rows in zip(*pair, strict=True) for row in rows][: len(alone)] == alone
 
 
 def test_a_checkpoint_carries_the_tokenizer(module_of, forty_files, caplog):
