@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import os
 import pickle
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lightning_ptdp.checkpoint.folder import Keys
+from lightning_ptdp.checkpoint import whole_or_absent
+from lightning_ptdp.checkpoint.folder import Keys, Stored
 from lightning_ptdp.checkpoint.rectangles import Placed, Size, part
 from lightning_ptdp.comm.collectives import gather_objects, receive_from, send_to
 from lightning_ptdp.comm.groups import world
@@ -49,22 +50,41 @@ def save_file(path: Path, tensors: Mapping[Keys, Placed], objects: Mapping[Keys,
         for _ in _gathered(outlines, tensors):
             pass
         return
+    values = placeholders(outlines)
+    write_file(path, assemble({**values, **others}), values, _gathered(outlines, tensors))
+
+
+def placeholders(outlines: Mapping[Keys, Stored | _Outline]) -> Values:
+    """Tensors without values, to be assembled to a checkpoint for `write_file`."""
     with FakeTensorMode():
-        values: Values = {keys: torch.empty(o.size, dtype=o.dtype) for keys, o in outlines.items()}
+        return {keys: torch.empty(outline.size, dtype=outline.dtype) for keys, outline in outlines.items()}
+
+
+def write_file(path: Path, checkpoint: dict[str, Any], values: Values, tensors: Iterable[tuple[Keys, Tensor]]) -> None:
+    """Write one file in this process, and give it its name when it is whole; one tensor at a time is in memory.
+
+    checkpoint: with `placeholders`, which are its values by their keys. tensors: what belongs there, on the host.
+    """
     aside = path.with_name(f".{path.name}.unfinished")
-    aside.parent.mkdir(parents=True, exist_ok=True)
-    places = _write_without_values(aside, assemble({**values, **others}))
-    with aside.open("r+b") as stream:
-        for tensor, offset in places:
-            if not _is_fake(tensor):
-                _write_at(stream, offset, torch.tensor([], dtype=torch.uint8).set_(tensor.cpu().untyped_storage()))
-        offset_of = {id(tensor): offset for tensor, offset in places}
-        for keys, tensor in _gathered(outlines, tensors):
-            if id(values[keys]) in offset_of:
-                _write_at(stream, offset_of[id(values[keys])], tensor)
-        stream.flush()
-        os.fsync(stream.fileno())
-    os.replace(aside, path)
+    try:
+        aside.parent.mkdir(parents=True, exist_ok=True)
+        places = _write_without_values(aside, checkpoint)
+        with aside.open("r+b") as stream:
+            for tensor, offset in places:
+                if not _is_fake(tensor):
+                    _write_at(stream, offset, torch.tensor([], dtype=torch.uint8).set_(tensor.cpu().untyped_storage()))
+            offset_of = {id(tensor): offset for tensor, offset in places}
+            for keys, tensor in tensors:
+                if id(values[keys]) in offset_of:
+                    _write_at(stream, offset_of[id(values[keys])], tensor)
+            stream.flush()
+            os.fsync(stream.fileno())
+        if path.is_dir():
+            whole_or_absent.remove(path)
+        os.replace(aside, path)
+    except BaseException:
+        aside.unlink(missing_ok=True)
+        raise
 
 
 def gather_whole(tensors: Mapping[Keys, Placed], objects: Mapping[Keys, Any], assemble: Assemble) -> dict[str, Any]:
