@@ -35,7 +35,7 @@ from lightning_ptdp.loss_weight import TargetCounter, Weight, weigh
 from lightning_ptdp.outputs import detached
 from lightning_ptdp.pipeline.partition import Partition
 from lightning_ptdp.pipeline.runtime import Runtime
-from lightning_ptdp.pipeline.skeleton import Skeleton, nothing
+from lightning_ptdp.pipeline.skeleton import Skeleton, aliases_of, nothing
 from lightning_ptdp.pipeline.stage import StageWorker
 from lightning_ptdp.schedule import Action, Program, Span, choose, generate, lower
 from lightning_ptdp.tensor_parallel.agreement import disagreements
@@ -171,6 +171,10 @@ class Engine:
     def state_names(self, module: nn.Module) -> tuple[str, ...]:
         """Names of the plain module's state, in order."""
         return tuple(module.state_dict()) if self.skeleton is None else self.skeleton.state_names
+
+    def aliases(self, module: nn.Module) -> Mapping[str, Sequence[str]]:
+        """All names of the plain module's parameter, by each of them."""
+        return aliases_of(module) if self.skeleton is None else self.skeleton.aliases
 
     def plain_names(self, module: nn.Module) -> dict[nn.Parameter, str]:
         """The plain module's name of each parameter that this rank owns: the first, where several are tied."""

@@ -71,6 +71,7 @@ from lightning_ptdp.metrics import connect_metrics
 from lightning_ptdp.parameter_groups import WholeGroups
 from lightning_ptdp.precision import PTDPPrecision
 from lightning_ptdp.predictions import join_predictions
+from lightning_ptdp.pretrained import is_pretrained, read_pretrained
 from lightning_ptdp.progress import LoopProgress
 from lightning_ptdp.refusals import (
     batch_norm_warning,
@@ -854,8 +855,20 @@ class PTDPStrategy(ParallelStrategy):
             self.store.save_file(Path(path), contents)
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load a checkpoint that any layout saved, or no strategy: of a folder, what this rank holds."""
+        """Load a checkpoint that any layout saved, or no strategy: of a folder, what this rank holds.
+
+        A folder of safetensors gives the weights of the module's Hugging Face model, to a run that starts.
+        """
         path = str(self.broadcast(str(checkpoint_path)))
+        if is_pretrained(path, self.groups.world):
+            aliases = self.engine.aliases(self._module)
+            weights = read_pretrained(path, self._module, self._local_state(), aliases, self.groups.world)
+            return {
+                "pytorch-lightning_version": pl.__version__,
+                "state_dict": weights,
+                "optimizer_states": [self.optimizer_state(optimizer) for optimizer in self.optimizers],
+                "lr_schedulers": [],
+            }
         has_own_io = type(self.checkpoint_io) is not TorchCheckpointIO
         for folder in cut_off(Path(path).parent):
             rank_zero_warn(f"{folder} was passed over: its writing was cut off; {path} is loaded")

@@ -35,9 +35,8 @@ _COMPUTE = "comm kernels batch loss_weight outputs data_parallel tensor_parallel
 _FRONT = (
     f"engine checkpoint planner {_PURE} comm kernels batch exchange failure outputs precision loaders logging "
     "log_calls hook_logs metrics progress predictions stage_state stopping whole_module layout steps strategy check "
-    "callbacks averages holdings loss_scale held_schedule parameter_groups preflight inventory refusals resumable "
-    "resuming "
-    "tensor_parallel.random"
+    "callbacks averages holdings loss_scale held_schedule parameter_groups pretrained preflight inventory refusals "
+    "resumable resuming tensor_parallel.random"
 )
 
 UNITS: dict[str, Unit] = {
@@ -61,7 +60,7 @@ UNITS: dict[str, Unit] = {
     "data_parallel": _unit(2, f"comm kernels {_PURE}", "torch"),
     "pipeline": _unit(2, f"comm {_PURE}", "torch"),
     "recompute": _unit(2, "tensor_parallel.random", "torch"),
-    "checkpoint": _unit(3, f"comm tensor_parallel.shard {_PURE}", "torch"),
+    "checkpoint": _unit(3, f"comm tensor_parallel.shard {_PURE}", "torch safetensors"),
     "layout": _unit(3, f"pipeline tensor_parallel {_PURE}", "torch"),
     "engine": _unit(3, f"{_PURE} {_COMPUTE}", "torch"),
     "precision": _unit(4, f"data_parallel.clip {_FRONT}", "torch lightning"),
@@ -78,6 +77,8 @@ UNITS: dict[str, Unit] = {
     "whole_module": _unit(4, _FRONT, "torch lightning"),
     "callbacks": _unit(4, _FRONT, "torch lightning"),
     "averages": _unit(4, _FRONT, "torch lightning"),
+    "pretrained": _unit(4, _FRONT, "torch"),
+    "export": _unit(4, _FRONT, "torch lightning transformers"),
     "holdings": _unit(4, _FRONT, "torch"),
     "inventory": _unit(4, f"__init__ {_FRONT}", "torch lightning torchmetrics"),
     "refusals": _unit(4, f"probe {_FRONT}", "torch lightning"),
@@ -88,10 +89,10 @@ UNITS: dict[str, Unit] = {
     "nn": _unit(2, "kernels", "torch"),
     "data": _unit(2, "", "torch lightning datasets tokenizers numpy rich"),
     "compat": _unit(3, "kernels nn", "torch"),
-    "recipes": _unit(3, "nn data", "torch lightning torchmetrics"),
+    "recipes": _unit(3, "nn data", "torch lightning torchmetrics transformers"),
     "cli": _unit(
         5,
-        f"__init__ {_FRONT} data recipes",
+        f"__init__ {_FRONT} export data recipes",
         "torch lightning jsonargparse rich matplotlib tokenizers transformers",
     ),
     "__main__": _unit(6, "cli"),

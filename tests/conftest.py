@@ -49,3 +49,13 @@ def hygiene() -> Iterator[None]:
     yield
     if leaks := before.restore():
         pytest.fail("left behind\n  " + "\n  ".join(leaks), pytrace=False)
+
+
+@pytest.fixture
+def calm_transformers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let transformers load in this thread, for it doesn't wait for its own to end, and without bars."""
+    logging = pytest.importorskip("transformers").utils.logging
+    monkeypatch.setenv("HF_DEACTIVATE_ASYNC_LOAD", "1")
+    logging.disable_progress_bar()
+    yield
+    logging.enable_progress_bar()

@@ -52,7 +52,7 @@ BROKEN = {
     "dataset package in a recipe": (
         "recipes/gpt/data.py",
         "import datasets",
-        "packages lightning, torch, torchmetrics, not datasets",
+        "packages lightning, torch, torchmetrics, transformers, not datasets",
     ),
     "group made elsewhere": ("engine.py", "import torch.distributed as dist\ndist.new_group([0])", "2: process groups"),
     "mesh made elsewhere": (

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from zipfile import is_zipfile
 
 import torch
 
 from lightning_ptdp.checkpoint.contents import plain_checkpoint
-from lightning_ptdp.checkpoint.folder import Folder, Keys, is_folder
+from lightning_ptdp.checkpoint.folder import Folder, Keys, Stored, is_folder
 from lightning_ptdp.checkpoint.rectangles import Place, Placed
 
 
@@ -24,24 +25,55 @@ def read_checkpoint(path: str | Path, *, optimizers: bool = True, weights_only: 
         RuntimeError: a file of it is missing or damaged.
     """
     where = Path(path)
-    if not where.exists():
-        raise FileNotFoundError(f"there is no checkpoint {path} (seen from {Path.cwd()})")
+    check_exists(where)
     if where.is_file():
-        loaded: dict[str, Any] = torch.load(where, map_location="cpu", weights_only=weights_only, mmap=True)
+        loaded = _load(where, weights_only=weights_only)
         if not optimizers:
             loaded.pop("optimizer_states", None)
         return loaded
-    if not is_folder(where):
-        raise ValueError(f"the folder {path} is no checkpoint: it has no .metadata and meta.pt")
     folder = Folder(where)
-    tops = folder.tops() if optimizers else ["model"]
-    tensors: dict[Keys, torch.Tensor] = {}
-    objects: list[Keys] = []
-    for top in tops:
-        for keys, stored in folder.tensors(top).items():
-            tensors[top, *keys] = torch.empty(stored.size, dtype=stored.dtype)
-        objects += [(top, *keys) for keys in folder.objects(top)]
+    stored, objects = contents(folder, optimizers=optimizers)
+    tensors = {keys: torch.empty(found.size, dtype=found.dtype) for keys, found in stored.items()}
     placed: dict[Keys, Placed] = {keys: Place.whole(tuple(t.shape)).of(t) for keys, t in tensors.items()}
-    found = folder.read(placed, objects)
-    names = [str(keys[0]) for keys in folder.tensors("model")]
-    return plain_checkpoint(folder.meta(weights_only=weights_only), names, {**tensors, **found})
+    values = {**tensors, **folder.read(placed, objects)}
+    return plain_checkpoint(folder.meta(weights_only=weights_only), names_of(folder), values)
+
+
+def read_rest(path: str | Path, *, weights_only: bool = True) -> dict[str, Any]:
+    """All of a checkpoint but weights and optimizers; the errors are those of `read_checkpoint`."""
+    where = Path(path)
+    check_exists(where)
+    loaded = (
+        _load(where, weights_only=weights_only) if where.is_file() else Folder(where).meta(weights_only=weights_only)
+    )
+    return {key: value for key, value in loaded.items() if key not in ("state_dict", "optimizer_states")}
+
+
+def check_exists(path: Path) -> None:
+    """Raise if a path leads to no checkpoint.
+
+    Raises:
+        FileNotFoundError: nothing is there.
+        ValueError: a folder that is no checkpoint is.
+    """
+    if not path.exists():
+        raise FileNotFoundError(f"there is no checkpoint {path} (seen from {Path.cwd()})")
+    if path.is_dir() and not is_folder(path):
+        raise ValueError(f"the folder {path} is no checkpoint: it has no .metadata and meta.pt")
+
+
+def contents(folder: Folder, *, optimizers: bool) -> tuple[dict[Keys, Stored], list[Keys]]:
+    """The tensors of a checkpoint, and the keys of its other values."""
+    tops = folder.tops() if optimizers else ["model"]
+    tensors = {(top, *keys): found for top in tops for keys, found in folder.tensors(top).items()}
+    return tensors, [(top, *keys) for top in tops for keys in folder.objects(top)]
+
+
+def names_of(folder: Folder) -> list[str]:
+    """Of the tensors in the plain model, in order."""
+    return [str(keys[0]) for keys in folder.tensors("model")]
+
+
+def _load(file: Path, *, weights_only: bool) -> dict[str, Any]:
+    loaded: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=weights_only, mmap=is_zipfile(file))
+    return loaded

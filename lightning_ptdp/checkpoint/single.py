@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import os
 import pickle
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_ptdp.checkpoint import whole_or_absent
 from lightning_ptdp.checkpoint.errors import naming
-from lightning_ptdp.checkpoint.folder import Keys
+from lightning_ptdp.checkpoint.folder import Keys, Stored
 from lightning_ptdp.checkpoint.rectangles import Placed, Size, part
 from lightning_ptdp.comm.collectives import gather_objects, receive_from, send_to
 from lightning_ptdp.comm.groups import world
@@ -50,15 +50,24 @@ def save_file(path: Path, tensors: Mapping[Keys, Placed], objects: Mapping[Keys,
     gathered = _gathered(outlines, tensors)
     try:
         if world().rank() == 0:
-            with FakeTensorMode():
-                values: Values = {keys: torch.empty(o.size, dtype=o.dtype) for keys, o in outlines.items()}
-            _write(path, assemble({**values, **others}), values, gathered)
+            values = placeholders(outlines)
+            write_file(path, assemble({**values, **others}), values, gathered)
     finally:  # other ranks send everything, whatever happened here
         for _ in gathered:
             pass
 
 
-def _write(path: Path, checkpoint: dict[str, Any], values: Values, gathered: Iterator[tuple[Keys, Tensor]]) -> None:
+def placeholders(outlines: Mapping[Keys, Stored | _Outline]) -> Values:
+    """Tensors without values, to be assembled to a checkpoint for `write_file`."""
+    with FakeTensorMode():
+        return {keys: torch.empty(outline.size, dtype=outline.dtype) for keys, outline in outlines.items()}
+
+
+def write_file(path: Path, checkpoint: dict[str, Any], values: Values, tensors: Iterable[tuple[Keys, Tensor]]) -> None:
+    """Write one file in this process, and give it its name when it is whole; one tensor at a time is in memory.
+
+    checkpoint: with `placeholders`, which are its values by their keys. tensors: what belongs there, on the host.
+    """
     aside = path.with_name(f".{path.name}.unfinished")
     try:
         with naming(aside):
@@ -71,7 +80,7 @@ def _write(path: Path, checkpoint: dict[str, Any], values: Values, gathered: Ite
                             stream, offset, torch.tensor([], dtype=torch.uint8).set_(tensor.cpu().untyped_storage())
                         )
                 offset_of = {id(tensor): offset for tensor, offset in places}
-                for keys, tensor in gathered:
+                for keys, tensor in tensors:
                     if id(values[keys]) in offset_of:
                         _write_at(stream, offset_of[id(values[keys])], tensor)
                     del tensor  # before the next is made

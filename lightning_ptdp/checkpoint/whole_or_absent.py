@@ -42,6 +42,12 @@ def commit(path: Path, checksums: Mapping[str, int]) -> None:
     folder = unfinished(path)
     files = {name: {"bytes": (folder / name).stat().st_size, "crc32": crc} for name, crc in sorted(checksums.items())}
     _write(folder / MANIFEST, json.dumps({"format": "lightning_ptdp", "version": 1, "files": files}, indent=1))
+    put_in_place(path)
+
+
+def put_in_place(path: Path) -> None:
+    """Give the folder that `prepare` made its name; what has it is kept until then."""
+    folder = unfinished(path)
     sync(folder)
     old = _replaced(path)
     remove(old)

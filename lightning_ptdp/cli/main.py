@@ -36,6 +36,11 @@ COMMANDS = {
     "check": Command(
         "tell whether a layout computes what one process computes", "lightning_ptdp.cli.check:run", parses_itself=True
     ),
+    "export": Command(
+        "turn a checkpoint into one file, or into a model of transformers",
+        "lightning_ptdp.cli.export:run",
+        parses_itself=True,
+    ),
     "generate": Command("continue a text with a trained recipe", "lightning_ptdp.cli.generate:generate"),
     "data": Command("prepare a corpus and count it", "lightning_ptdp.cli.corpus:prepare_corpus"),
     "kernels": Command("say which kernels are compiled", "lightning_ptdp.cli.kernels:show_kernels"),

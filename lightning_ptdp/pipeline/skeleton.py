@@ -184,7 +184,7 @@ class Skeleton:
         self.on_after_blocks: Callable[[], None] = nothing
         self.parameter_names = tuple(name for name, _ in module.named_parameters())
         self.state_names = tuple(module.state_dict())
-        self.aliases = _aliases(module)
+        self.aliases = aliases_of(module)
         everything = dict(module.named_parameters(remove_duplicate=False))
         self.shapes = {name: tuple(parameter.shape) for name, parameter in everything.items()}
         self.dtypes = {name: parameter.dtype for name, parameter in everything.items()}
@@ -279,7 +279,7 @@ def nothing() -> None:
     """The hook of a skeleton that nobody listens to."""
 
 
-def _aliases(module: nn.Module) -> dict[str, tuple[str, ...]]:
+def aliases_of(module: nn.Module) -> dict[str, tuple[str, ...]]:
     """For each parameter name, all names of the same parameter (more than one where weights are tied)."""
     by_parameter: dict[nn.Parameter, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):

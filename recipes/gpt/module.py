@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from lightning_ptdp.data import IGNORED, TextDataModule
 from lightning_ptdp.nn.functional import cross_entropy
 
+from .hugging_face import to_gpt2
 from .model import GPT
 
 Batch = dict[str, Tensor]
@@ -100,6 +101,11 @@ class GPTModule(L.LightningModule):
 
     def validation_step(self, batch: Batch) -> None:
         self.log("val_loss", self._loss(batch), prog_bar=True, sync_dist=True)
+
+    def to_hugging_face(self) -> Any:
+        """The network as a GPT2LMHeadModel of transformers, which `ptdp export --to hf` saves."""
+        assert self.net is not None, "Lightning calls configure_model before weights are loaded"
+        return to_gpt2(self.net)
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         optimizer = torch.optim.AdamW(
