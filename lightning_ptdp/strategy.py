@@ -813,6 +813,9 @@ class PTDPStrategy(ParallelStrategy):
             release(callbacks_of(self._module.trainer))
         if self._engine is not None:
             self._engine.close()
+        if self._deferred is not None:  # set-up failed; Lightning moves the module to the host, which needs values
+            self._deferred.abandon(self._module)
+            self._deferred = None
         super().teardown()
 
 

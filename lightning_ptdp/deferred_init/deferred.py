@@ -11,11 +11,13 @@ from torch import Tensor, UntypedStorage, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
+from lightning_ptdp.deferred_init.illusion import illusion
 from lightning_ptdp.deferred_init.log import Log, Region
 from lightning_ptdp.deferred_init.recorder import LIMIT_BYTES, Recorder
 from lightning_ptdp.pipeline.hollow import nan_like
 
 _REGISTRIES = ("_parameters", "_buffers", "_modules")
+_HOST = torch.device("cpu")
 _NAMED = 4  # tensors that a message lists
 
 
@@ -38,12 +40,12 @@ class DeferredInit:
     def recording(self) -> Iterator[None]:
         """Within, operations on new tensors are put off."""
         try:
-            with self._recorder:
+            with self._recorder, illusion(self._recorder):
                 yield
         except Exception as error:
             error.add_note(
-                "raised under init='by_operation', where tensors hold no values while configure_model runs: numpy and "
-                "libraries outside of torch cannot read them, and files cannot be loaded into them; keep these out of "
+                "raised under init='by_operation', where tensors are on the meta device while configure_model runs: "
+                "files cannot be loaded into them, and code outside of torch cannot read them; keep such out of "
                 "configure_model, or use init='plain'"
             )
             raise
@@ -85,10 +87,17 @@ class DeferredInit:
         for parameter in module.parameters():
             if self._log.knows(parameter):
                 self._waiting[parameter] = Region.of(parameter)
-                hollow = nn.Parameter(nan_like(parameter, torch.device("cpu")), parameter.requires_grad)
-                hollow.__class__ = type(parameter)
-                hollow.__dict__.update(parameter.__dict__)
-                torch.utils.swap_tensors(parameter, hollow)
+                _make_hollow(parameter)
+
+    def abandon(self, module: nn.Module) -> None:
+        """Leave a module that is not to get its values in a state in which it can be moved."""
+        for parameter in module.parameters():
+            if parameter.is_meta:
+                _make_hollow(parameter)
+        for child in module.modules():
+            for name, buffer in child._buffers.items():
+                if buffer is not None and buffer.is_meta:
+                    child._buffers[name] = nan_like(buffer, _HOST)
 
     def take(self, parameter: nn.Parameter) -> Tensor:
         """A parameter's whole value, in memory of its own; of one that waits for none, the value that it has."""
@@ -133,6 +142,14 @@ class DeferredInit:
         if not isinstance(value, Tensor | list | tuple | dict):
             return False
         return any(isinstance(leaf, Tensor) and self._log.knows(leaf) for leaf in pytree.tree_leaves(value))
+
+
+def _make_hollow(parameter: nn.Parameter) -> None:
+    """Put NaN without memory in the place of a parameter on another device."""
+    hollow = nn.Parameter(nan_like(parameter, _HOST), parameter.requires_grad)
+    hollow.__class__ = type(parameter)
+    hollow.__dict__.update(parameter.__dict__)
+    torch.utils.swap_tensors(parameter, hollow)
 
 
 def _tensors(module: nn.Module) -> dict[str, Tensor]:

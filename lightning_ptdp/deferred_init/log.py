@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import hashlib
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, UntypedStorage
-from torch._ops import OpOverload
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
@@ -83,13 +83,19 @@ class Operation:
     that change. outputs: for each leaf of what is returned, the region that it makes, or None.
     """
 
-    function: OpOverload[..., Any]
+    function: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     setting: Setting
     reads: frozenset[StorageWeakRef]
     writes: frozenset[StorageWeakRef]
     outputs: tuple[Region | None, ...]
+
+    @property
+    def name(self) -> str:
+        """The same in every process."""
+        is_python = isinstance(self.function, FunctionType)
+        return self.function.__qualname__ if is_python else str(self.function)
 
 
 class _Memory:
@@ -170,7 +176,7 @@ class Log:
         for key in operation.writes:
             self._writers.setdefault(key, []).append(place)
         leaves = pytree.tree_leaves((operation.args, operation.kwargs))
-        self._hash.update(f"{operation.function}{[self._in_words(leaf) for leaf in leaves]}".encode())
+        self._hash.update(f"{operation.name}{[self._in_words(leaf) for leaf in leaves]}".encode())
 
     def value(self, region: Region) -> Tensor:
         """The values of a region, in a storage as large as the region's and of its own."""

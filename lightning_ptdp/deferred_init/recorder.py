@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -45,13 +46,28 @@ class Recorder(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._log, self._seed = log, seed
         self._num_draws = 0
+        self.is_inside = False  # its own code runs, to which tensors are what they are
 
     def __torch_dispatch__(
         self, func: OpOverload[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
+        if self.is_inside:
+            return func(*args, **kwargs or {})
+        with self._inside():
+            return self._answer(func, args, kwargs or {})
+
+    @contextmanager
+    def _inside(self) -> Iterator[None]:
+        self.is_inside = True
+        try:
+            yield
+        finally:
+            self.is_inside = False
+
+    def _answer(self, func: OpOverload[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        setting = Setting(torch.get_default_dtype(), self._draw(func, kwargs))
+        draws = torch.Tag.nondeterministic_seeded in func.tags
+        setting = Setting(torch.get_default_dtype(), self._next_seed(str(func), kwargs) if draws else None)
         if tensors and not any(tensor.is_meta for tensor in tensors):
             with setting():
                 return func(*args, **kwargs)
@@ -66,13 +82,44 @@ class Recorder(TorchDispatchMode):
             return self._run(func, args, kwargs, setting)
         return self._record(func, args, kwargs, setting, written)
 
-    def _draw(self, func: OpOverload[..., Any], kwargs: dict[str, Any]) -> int | None:
-        """The seed of an operation; None where it draws nothing."""
-        if torch.Tag.nondeterministic_seeded not in func.tags:
-            return None
+    def value(self, tensor: Tensor) -> Tensor:
+        """A tensor's values, computed now where it holds none.
+
+        Raises:
+            ValueError: the log does not know them.
+        """
+        with self._inside():
+            return self._value(tensor)
+
+    def defers(self, tensor: Tensor) -> bool:
+        """Whether a tensor holds no values."""
+        with self._inside():
+            return tensor.is_meta
+
+    def initialise(self, function: Callable[..., Any], tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Log a random initialisation of a tensor as one operation, though it is a function of many."""
+        if not self.defers(tensor):
+            return function(tensor, *args, **kwargs)
+        with self._inside():
+            setting = Setting(torch.get_default_dtype(), self._next_seed(function.__name__, kwargs))
+            if not self._log.knows(tensor):
+                self._log.allocate(tensor)
+            key, region = frozenset({_key(tensor)}), Region.of(tensor)
+            reads = frozenset[StorageWeakRef]() if _is_whole(tensor) else key
+            self._log.add(Operation(function, (region, *args), kwargs, setting, reads, key, (None,)))
+        return tensor
+
+    def _value(self, tensor: Tensor) -> Tensor:
+        if not tensor.is_meta:
+            return tensor
+        self._check_known(tensor)
+        return self._log.value(Region.of(tensor))
+
+    def _next_seed(self, name: str, kwargs: dict[str, Any]) -> int:
+        """The seed of a random operation."""
         if kwargs.get("generator") is not None:
             raise ValueError(
-                f"{func} draws from a generator of its own, whose state depends on all that was drawn before, and "
+                f"{name} draws from a generator of its own, whose state depends on all that was drawn before, and "
                 "under init='by_operation' each operation draws alone; leave generator= out, or use init='plain'"
             )
         self._num_draws += 1
@@ -83,12 +130,6 @@ class Recorder(TorchDispatchMode):
         args, kwargs = pytree.tree_map_only(Tensor, self._value, (args, kwargs))
         with setting():
             return func(*args, **_on(_HOST, func, kwargs))
-
-    def _value(self, tensor: Tensor) -> Tensor:
-        if not tensor.is_meta:
-            return tensor
-        self._check_known(tensor)
-        return self._log.value(Region.of(tensor))
 
     def _record(
         self, func: OpOverload[..., Any], args: Any, kwargs: Any, setting: Setting, written: list[Tensor]
