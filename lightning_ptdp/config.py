@@ -32,6 +32,7 @@ class ParallelConfig:
     eval_micro_batch_size: samples a microbatch in evaluation; None runs each batch whole.
     schedule: "auto", or a name of `lightning_ptdp.schedule.SCHEDULES`.
     pipeline_split: blocks a stage, in stage order, p * v numbers; None balances by cost.
+    init: "plain" builds the whole module on every host, "by_operation" only what a rank owns of it.
     """
 
     tensor_parallel_size: int | Auto = "auto"
@@ -43,6 +44,7 @@ class ParallelConfig:
     schedule: str = "auto"
     sequence_parallel: bool = False
     pipeline_split: Sequence[int] | None = None
+    init: str = "plain"
 
     def faults(self, schedules: Sequence[str]) -> list[str]:
         """Every setting that is wrong whatever the number of processes, a sentence each."""
@@ -52,6 +54,7 @@ class ParallelConfig:
         found += _count_fault("virtual_pipeline_size", self.virtual_pipeline_size)
         found += _count_fault("eval_micro_batch_size", self.eval_micro_batch_size, allowed=None)
         found += _choice_fault("schedule", self.schedule, ("auto", *schedules))
+        found += _choice_fault("init", self.init, ("plain", "by_operation"))
         found += _flag_fault("sequence_parallel", self.sequence_parallel)
         found += self.split_faults()
         if found:

@@ -3,7 +3,8 @@
 Set-up, in this order (the reverse fails: a twin would run parallel modules):
 
     find the blocks -> twins of the plain module -> own and hollow -> tensor-parallel plan on what is owned
-    -> move to the device -> optimizers on the whole tree -> gradient buffers
+    -> values of what is owned, if they were put off -> move to the device -> optimizers on the whole tree
+    -> gradient buffers
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache, cached_property
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -31,6 +33,7 @@ from lightning_ptdp.data_parallel.main_weights import MainWeights, Run
 from lightning_ptdp.data_parallel.manual import ManualGradients
 from lightning_ptdp.data_parallel.moving_buffers import MovingBuffers
 from lightning_ptdp.data_parallel.tied import SharedGradients, SharedParameter
+from lightning_ptdp.deferred_init import DeferredInit
 from lightning_ptdp.loss_weight import TargetCounter, Weight, weigh
 from lightning_ptdp.outputs import detached
 from lightning_ptdp.pipeline.partition import Partition
@@ -145,17 +148,31 @@ class Engine:
 
     # -- set-up ----------------------------------------------------------------------------------------------------
 
-    def set_up(self, module: nn.Module, partition: Partition | None, placement: Placement) -> None:
+    def set_up(
+        self,
+        module: nn.Module,
+        partition: Partition | None,
+        placement: Placement,
+        deferred: DeferredInit | None = None,
+    ) -> None:
         """Own this rank's part of `module`; one that an earlier run of the same layout set up is taken over.
 
-        partition: None where one stage is the whole module.
+        partition: None where one stage is the whole module. deferred: what knows the values of a module without any.
         """
+        if deferred is not None:
+            deferred.make_hollow(module)
         self.skeleton = Skeleton.of(module)
         if self.skeleton is None and partition is not None:
             self.skeleton = Skeleton(module, partition, self.stages, self.device)
         if self.groups.topology.tensor_parallel_size > 1:
-            convert(module, placement, self.groups.tensor, self.device, placement.sequence_blocks)
+            value_of = attrgetter("data") if deferred is None else deferred.take
+            convert(module, placement, self.groups.tensor, self.device, placement.sequence_blocks, value_of)
+        if deferred is not None:
+            deferred.fill(module, self._owns)
         self.placement = placement
+
+    def _owns(self, name: str) -> bool:
+        return self.skeleton is None or self.skeleton.owns(name)
 
     def whole(self) -> AbstractContextManager[None]:
         """Within, the module's parameters are those of the whole model, hollow ones included."""

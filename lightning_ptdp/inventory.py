@@ -124,9 +124,14 @@ def trainer_settings(trainer: pl.Trainer) -> Section:
     )
 
 
-def module_contents(module: pl.LightningModule) -> Section:
-    """Parameters and buffers of the whole module; those of one that is split already were compared before."""
+def module_contents(module: pl.LightningModule, operations: str | None = None) -> Section:
+    """Parameters and buffers of the whole module; those of one that is split already were compared before.
+
+    operations: a hash of what gives them their values, where that was put off.
+    """
     items = {"automatic_optimization": str(module.automatic_optimization)}
+    if operations is not None:
+        items["operations of configure_model"] = operations
     if layout_of(module) is not None:
         items["module"] = "that an earlier run split"
     else:

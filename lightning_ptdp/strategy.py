@@ -6,7 +6,7 @@ import logging
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
@@ -50,6 +50,7 @@ from lightning_ptdp.comm import collectives
 from lightning_ptdp.comm.groups import Groups, join_world, world, world_copy
 from lightning_ptdp.config import Auto, ParallelConfig
 from lightning_ptdp.data_parallel.scaling import GradientSample, check_scaled_alike
+from lightning_ptdp.deferred_init import DeferredInit
 from lightning_ptdp.engine import Engine
 from lightning_ptdp.exchange import Exchange
 from lightning_ptdp.failure import FailureBoard
@@ -122,6 +123,8 @@ class PTDPStrategy(ParallelStrategy):
         first, last, shared: names of modules outside the blocks that run before them, after them, or on every stage,
             where the guess is wrong.
         distributed_optimizer: whether replicas share out main weights and optimizer states (ZeRO-1).
+        init: "plain" builds the whole module on every host, with the weights of one process; "by_operation" computes of
+            what `configure_model` builds only what a rank owns, with weights that are the same under every layout.
         save_distributed_checkpoint: True saves a folder that all ranks write, False one ordinary file.
         detect_nonfinite: whether the first gradient that is infinite or NaN ends the run, with the names of parameter,
             stage and microbatch; costs a pass over gradients a microbatch. A loss scale decides by itself.
@@ -153,6 +156,7 @@ class PTDPStrategy(ParallelStrategy):
         first: Sequence[str] = (),
         last: Sequence[str] = (),
         shared: Sequence[str] = (),
+        init: str = "plain",
         save_distributed_checkpoint: bool = True,
         async_checkpoint: bool = False,
         detect_nonfinite: bool = False,
@@ -182,6 +186,7 @@ class PTDPStrategy(ParallelStrategy):
             schedule=schedule,
             sequence_parallel=sequence_parallel,
             pipeline_split=pipeline_split,
+            init=init,
         )
         self._wishes = Wishes(tensor_parallel_plan, pipeline_blocks, first, last, shared)
         self.num_nodes = 1
@@ -196,6 +201,7 @@ class PTDPStrategy(ParallelStrategy):
         self._background_world: ProcessGroup | None = None
         self._backend, self._timeout = process_group_backend, timeout
         self._faults: list[str] = []
+        self._deferred: DeferredInit | None = None
         self._topology: Topology | None = None
         self._groups: Groups | None = None
         self._engine: Engine | None = None
@@ -301,6 +307,8 @@ class PTDPStrategy(ParallelStrategy):
         self.set_world_ranks()
         self._join_world()
         self._settle_sizes(is_built=any(True for _ in self._module.parameters()))
+        if self.config.init == "by_operation" and layout_of(self._module) is None:
+            self._deferred = DeferredInit(self._module, self._agreed_seed())
 
     def _settle_sizes(self, *, is_built: bool) -> None:
         """Choose what was left to "auto", compare with the other ranks, and make the groups.
@@ -406,10 +414,12 @@ class PTDPStrategy(ParallelStrategy):
         warning = batch_norm_warning(module, layout.topology, self.config) if fits else None
         if warning is not None:
             rank_zero_warn(warning)
-        self.precision.convert_module(module)
+        with self._recording():
+            self.precision.convert_module(module)
         former = self._engine
         self._engine = Engine(self.config, self.groups, self.root_device, self._agreed_seed())
-        self._engine.set_up(module, layout.partition, layout.placement)
+        self._engine.set_up(module, layout.partition, layout.placement, self._deferred)
+        self._deferred = None
         if former is not None and not fits:
             self._engine.mains = former.mains  # of the optimizers of an earlier fit
         self.model_to_device()
@@ -459,15 +469,17 @@ class PTDPStrategy(ParallelStrategy):
         faults += refused_manual_optimization(
             module, shards=self._distributed_optimizer, has_main_weights=self.precision.has_main_weights
         )
+        if self._deferred is not None:
+            faults += self._deferred.faults(module)
         layout, more = lay_out(module, self.config, topology, self._wishes)
-        sections = [inventory.module_contents(module)]
+        sections = [inventory.module_contents(module, None if self._deferred is None else self._deferred.digest)]
         if not self._faults:
             sections += [inventory.layout_of_ranks(layout), inventory.tensor_parallel_plan(layout)]
         preflight.compare(sections, faults + more, world()).refuse()
         return layout
 
     def _agreed_seed(self) -> int:
-        seed: int = collectives.broadcast_object(torch.initial_seed(), 0, self.groups.world)
+        seed: int = collectives.broadcast_object(torch.initial_seed(), 0, world())
         return seed
 
     def model_to_device(self) -> None:
@@ -580,9 +592,12 @@ class PTDPStrategy(ParallelStrategy):
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        """Modules are built on the host, so that a device holds only what its rank owns."""
-        with self.precision.tensor_init_context():
+        """Modules are built on the host, so that a device holds only what its rank owns; or without values."""
+        with self._recording(), self.precision.tensor_init_context():
             yield
+
+    def _recording(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._deferred is None else self._deferred.recording()
 
     def process_dataloader(self, dataloader: object) -> object:
         """Evaluate and predict each sample once, seed workers by replica, and end on all replicas at once."""
@@ -960,6 +975,9 @@ class PTDPStrategy(ParallelStrategy):
             release(callbacks_of(self._module.trainer))
         if self._engine is not None:
             self._engine.close()
+        if self._deferred is not None:  # set-up failed; Lightning moves the module to the host, which needs values
+            self._deferred.abandon(self._module)
+            self._deferred = None
         super().teardown()
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
@@ -48,11 +50,24 @@ def pin_summaries(trainer: pl.Trainer, module: pl.LightningModule, *, is_whole: 
     ]
     for callback in active:
         if is_whole:
-            known[callback._max_depth] = _Summary(callback._summary(trainer, module))
+            with _runnable_or_silent(module):
+                known[callback._max_depth] = _Summary(callback._summary(trainer, module))
         summary = known.get(callback._max_depth, next(iter(known.values()), None))
         if summary is not None:
             callback._summary = lambda *_, summary=summary: summary  # type: ignore[method-assign]
     return bool(active)
+
+
+@contextmanager
+def _runnable_or_silent(module: pl.LightningModule) -> Iterator[None]:
+    """Within, a module without values has no example input, on which a summary would run it for the sizes of layers."""
+    example = module.example_input_array
+    if any(parameter.is_meta for parameter in module.parameters()):
+        module.example_input_array = None
+    try:
+        yield
+    finally:
+        module.example_input_array = example
 
 
 def agree_on_weights(module: nn.Module, groups: Groups) -> None:

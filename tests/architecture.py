@@ -31,12 +31,12 @@ def _unit(layer: int, ours: str = "", outside: str = "") -> Unit:
 
 
 _PURE = "config topology schedule"
-_COMPUTE = "comm kernels batch loss_weight outputs data_parallel tensor_parallel pipeline recompute"
+_COMPUTE = "comm kernels batch loss_weight outputs data_parallel tensor_parallel pipeline recompute deferred_init"
 _FRONT = (
     f"engine checkpoint planner {_PURE} comm kernels batch exchange failure outputs precision loaders logging "
     "log_calls hook_logs metrics progress predictions stage_state stopping whole_module layout steps strategy check "
     "callbacks averages holdings loss_scale held_schedule parameter_groups pretrained preflight inventory refusals "
-    "resumable resuming tensor_parallel.random"
+    "resumable resuming deferred_init tensor_parallel.random"
 )
 
 UNITS: dict[str, Unit] = {
@@ -59,6 +59,7 @@ UNITS: dict[str, Unit] = {
     "tensor_parallel": _unit(2, f"comm kernels {_PURE}", "torch numpy"),
     "data_parallel": _unit(2, f"comm kernels {_PURE}", "torch"),
     "pipeline": _unit(2, f"comm {_PURE}", "torch"),
+    "deferred_init": _unit(2, "tensor_parallel.random pipeline.hollow", "torch"),
     "recompute": _unit(2, "tensor_parallel.random", "torch"),
     "checkpoint": _unit(3, f"comm tensor_parallel.shard {_PURE}", "torch safetensors"),
     "layout": _unit(3, f"pipeline tensor_parallel {_PURE}", "torch"),

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from lightning_ptdp.tensor_parallel import forwards, sequence
@@ -18,9 +19,16 @@ from lightning_ptdp.tensor_parallel.random import SplitRegion
 
 _CONVERTED = "_ptdp_is_parallel"
 
+ValueOf = Callable[[nn.Parameter], Tensor]
+
 
 def convert(
-    module: nn.Module, placement: Placement, group: ProcessGroup, device: torch.device, blocks: str | None = None
+    module: nn.Module,
+    placement: Placement,
+    group: ProcessGroup,
+    device: torch.device,
+    blocks: str | None = None,
+    value_of: ValueOf = attrgetter("data"),
 ) -> None:
     """Turn the owned part of a module into this rank's shard of it.
 
@@ -28,6 +36,7 @@ def convert(
     Modules without registered parameters of their own (hollow ones) are left alone. A second call does nothing.
 
     device: where the rank computes. blocks: name of the list of blocks that run on parts of the sequence, if any do.
+    value_of: the whole value of a parameter that is cut, asked for once.
     """
     if module.__dict__.get(_CONVERTED):
         return
@@ -35,7 +44,7 @@ def convert(
     peers = Peers(group, SplitRegion(group.rank(), device))
     owned = dict(module.named_parameters(remove_duplicate=False))
     widths = {name: tuple(parameter.shape) for name, parameter in owned.items()}
-    _cut(owned, placement, peers)
+    _cut(owned, placement, peers, value_of)
     for path, style in placement.styles.items():
         child = module.get_submodule(path)
         if _is_owned(path, style, owned):
@@ -61,12 +70,12 @@ def _split_sequence(module: nn.Module, blocks: str, peers: Peers) -> None:
             _give_forward(member, make, peers)
 
 
-def _cut(owned: dict[str, nn.Parameter], placement: Placement, peers: Peers) -> None:
+def _cut(owned: dict[str, nn.Parameter], placement: Placement, peers: Peers, value_of: ValueOf) -> None:
     done: set[nn.Parameter] = set()
     for name, parameter in owned.items():
         shard = placement.shards.get(name)
         if shard is not None and parameter not in done:
-            parameter.data = shard.cut(parameter.data, peers.rank, peers.size)
+            parameter.data = shard.cut(value_of(parameter), peers.rank, peers.size)
             done.add(parameter)
 
 

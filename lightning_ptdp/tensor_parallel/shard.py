@@ -50,7 +50,7 @@ class Shard:
     def cut(self, whole: Tensor, rank: int, size: int) -> Tensor:
         """The rank's local tensor, a copy."""
         runs = [whole.narrow(self.dim, piece.start, piece.length) for piece in self.pieces(rank, size)]
-        return torch.cat(runs, self.dim).clone(memory_format=torch.contiguous_format)
+        return torch.cat(runs, self.dim).contiguous()
 
     def join(self, locals_: Sequence[Tensor]) -> Tensor:
         """The whole tensor of the local ones of all ranks."""

@@ -1,0 +1,161 @@
+"""A module that is built without values, until its parts are asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, UntypedStorage, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils import _pytree as pytree
+
+from lightning_ptdp.deferred_init.illusion import illusion
+from lightning_ptdp.deferred_init.log import Log, Region
+from lightning_ptdp.deferred_init.recorder import LIMIT_BYTES, Recorder
+from lightning_ptdp.pipeline.hollow import nan_like
+
+_REGISTRIES = ("_parameters", "_buffers", "_modules")
+_HOST = torch.device("cpu")
+_NAMED = 4  # tensors that a message lists
+
+
+class DeferredInit:
+    """The values that a module's `configure_model` would have given it.
+
+    Build the module within `recording`: its tensors are on the meta device. Then `make_hollow` puts NaN in the place of
+    parameters; ask for the value of those that are cut, one by one, by `take`; and `fill` the rest of what is owned.
+    """
+
+    def __init__(self, module: nn.Module, seed: int) -> None:
+        """module: before `configure_model`. seed: of the run, the same on every rank."""
+        self._log = Log()
+        self._recorder = Recorder(self._log, seed)
+        self._earlier = list(_tensors(module).values())
+        self._waiting: dict[nn.Parameter, Region] = {}
+        self._storages: dict[StorageWeakRef, UntypedStorage] = {}
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Within, operations on new tensors are put off."""
+        try:
+            with self._recorder, illusion(self._recorder):
+                yield
+        except Exception as error:
+            error.add_note(
+                "raised under init='by_operation', where tensors are on the meta device while configure_model runs: "
+                "files cannot be loaded into them, and code outside of torch cannot read them; keep such out of "
+                "configure_model, or use init='plain'"
+            )
+            raise
+
+    @property
+    def digest(self) -> str:
+        """The same where the same operations were recorded."""
+        return self._log.digest
+
+    def faults(self, module: nn.Module) -> list[str]:
+        """What is wrong with a module that `configure_model` has built, a sentence each."""
+        tensors = _tensors(module)
+        if not any(self._log.knows(tensor) for tensor in tensors.values()):
+            return [
+                "init='by_operation' puts off what configure_model builds, and it built no parameter or buffer; move "
+                "the model from __init__ to configure_model, or use init='plain'"
+            ]
+        faults = []
+        empty = [name for name, tensor in tensors.items() if tensor.is_meta and not self._log.knows(tensor)]
+        if empty:
+            faults.append(
+                f"{_listed(empty)} were built on the meta device outside of configure_model, and nothing gave them "
+                "values; build them in configure_model, without a device"
+            )
+        earlier = {id(tensor) for tensor in self._earlier}
+        whole = {name: t for name, t in tensors.items() if not t.is_meta and id(t) not in earlier}
+        size = sum(tensor.untyped_storage().nbytes() for tensor in whole.values())
+        if size > LIMIT_BYTES:
+            faults.append(
+                f"configure_model gave {_listed(list(whole))} values that no operation of torch made (loaded weights, "
+                f"numpy arrays), {size >> 20} MiB that every rank holds whole, and init='by_operation' allows "
+                f"{LIMIT_BYTES >> 20} MiB; load weights by fit(ckpt_path=...), which reads what a rank owns, or use "
+                "init='plain'"
+            )
+        return faults
+
+    def make_hollow(self, module: nn.Module) -> None:
+        """Put NaN without memory in the place of the parameters, which stay the same objects."""
+        for parameter in module.parameters():
+            if self._log.knows(parameter):
+                self._waiting[parameter] = Region.of(parameter)
+                _make_hollow(parameter)
+
+    def abandon(self, module: nn.Module) -> None:
+        """Leave a module that is not to get its values in a state in which it can be moved."""
+        for parameter in module.parameters():
+            if parameter.is_meta:
+                _make_hollow(parameter)
+        for child in module.modules():
+            for name, buffer in child._buffers.items():
+                if buffer is not None and buffer.is_meta:
+                    child._buffers[name] = nan_like(buffer, _HOST)
+
+    def take(self, parameter: nn.Parameter) -> Tensor:
+        """A parameter's whole value, in memory of its own; of one that waits for none, the value that it has."""
+        region = self._waiting.pop(parameter, None)
+        return parameter.data if region is None else self._log.value(region)
+
+    def fill(self, module: nn.Module, owns: Callable[[str], bool]) -> None:
+        """Give all tensors of the tree their values, except those that `take` has handed out.
+
+        module: with the parameters that are owned. owns: of full names, for tensors that are ordinary attributes.
+        """
+        for parameter in module.parameters():
+            region = self._waiting.pop(parameter, None)
+            if region is not None:
+                parameter.data = self._shared(region)
+        done: dict[int, tuple[Tensor, Tensor]] = {}  # with the former tensor, so that no identity is used again
+
+        def filled(tensor: Tensor) -> Tensor:
+            if not self._log.knows(tensor):
+                return tensor
+            if id(tensor) not in done:
+                value = self._shared(Region.of(tensor)).requires_grad_(tensor.requires_grad)
+                done[id(tensor)] = tensor, nn.Parameter(value) if isinstance(tensor, nn.Parameter) else value
+            return done[id(tensor)][1]
+
+        for path, child in module.named_modules():
+            for name, buffer in child._buffers.items():
+                if buffer is not None:
+                    child._buffers[name] = filled(buffer)
+            for name, value in vars(child).items():
+                if name not in _REGISTRIES and self._holds_deferred(value) and owns(f"{path}.{name}".lstrip(".")):
+                    vars(child)[name] = pytree.tree_map_only(Tensor, filled, value)
+        self._waiting.clear()
+
+    def _shared(self, region: Region) -> Tensor:
+        """A region of a storage that all of its regions share."""
+        if region.storage not in self._storages:
+            self._storages[region.storage] = self._log.value(region).untyped_storage()
+        return region.on(self._storages[region.storage])
+
+    def _holds_deferred(self, value: Any) -> bool:
+        if not isinstance(value, Tensor | list | tuple | dict):
+            return False
+        return any(isinstance(leaf, Tensor) and self._log.knows(leaf) for leaf in pytree.tree_leaves(value))
+
+
+def _make_hollow(parameter: nn.Parameter) -> None:
+    """Put NaN without memory in the place of a parameter on another device."""
+    hollow = nn.Parameter(nan_like(parameter, _HOST), parameter.requires_grad)
+    hollow.__class__ = type(parameter)
+    hollow.__dict__.update(parameter.__dict__)
+    torch.utils.swap_tensors(parameter, hollow)
+
+
+def _tensors(module: nn.Module) -> dict[str, Tensor]:
+    return dict(module.named_parameters()) | dict(module.named_buffers())
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return f"{', '.join(map(repr, names[:_NAMED]))}{more}"

@@ -1,0 +1,216 @@
+"""What was done to tensors that hold no values, as a log from which the values of any one of them can be computed.
+
+Tensors live on the meta device, and are told apart by their storages: an operation is logged with the regions of
+storages that it reads and writes, so that views need no entries, and a parameter is the tensor that it was made of. To
+compute one tensor, the operations that its storage depends on are run in their order. Those before a write of the whole
+storage are none of them: a default initialisation that another one replaces is not run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from bisect import bisect_left
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, UntypedStorage
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils import _pytree as pytree
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """A strided part of a storage. storage: a key, which keeps nothing alive."""
+
+    storage: StorageWeakRef
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Region:
+        """The region of a tensor.
+
+        Raises:
+            ValueError: the tensor is a conjugate or a negative that was put off.
+        """
+        if tensor.is_conj() or tensor.is_neg():
+            raise ValueError(
+                f"a tensor of shape {list(tensor.shape)} is a view of another's conjugate, which init='by_operation' "
+                "does not follow; keep tensor.resolve_conj().resolve_neg()"
+            )
+        key = StorageWeakRef(tensor.untyped_storage())
+        return cls(key, tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
+
+    def on(self, storage: UntypedStorage) -> Tensor:
+        """The same region of a storage that has values."""
+        return torch.empty(0, dtype=self.dtype).set_(storage, self.offset, self.shape, self.stride)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What an operation depends on beside its arguments. seed: of its random numbers, if it draws any."""
+
+    default_dtype: torch.dtype
+    seed: int | None
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        """Within, operations find the setting; afterwards all is as it was."""
+        dtype, generator = torch.get_default_dtype(), torch.default_generator
+        state = None if self.seed is None else generator.get_state()
+        torch.set_default_dtype(self.default_dtype)
+        if self.seed is not None:
+            generator.manual_seed(self.seed)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(dtype)
+            if state is not None:
+                generator.set_state(state)
+
+
+@dataclass(frozen=True)
+class Operation:
+    """An entry of the log.
+
+    args, kwargs: with regions in the place of tensors. reads: storages whose former values matter. writes: storages
+    that change. outputs: for each leaf of what is returned, the region that it makes, or None.
+    """
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    setting: Setting
+    reads: frozenset[StorageWeakRef]
+    writes: frozenset[StorageWeakRef]
+    outputs: tuple[Region | None, ...]
+
+    @property
+    def name(self) -> str:
+        """The same in every process."""
+        is_python = isinstance(self.function, FunctionType)
+        return self.function.__qualname__ if is_python else str(self.function)
+
+
+class _Memory:
+    """Storages with values, of one computation."""
+
+    def __init__(self, log: Log) -> None:
+        self._log = log
+        self._storages: dict[StorageWeakRef, UntypedStorage] = {}
+
+    def storage(self, key: StorageWeakRef) -> UntypedStorage:
+        """A storage; one that nothing has written yet holds what it held when it was met, or zeros."""
+        found = self._storages.get(key)
+        if found is None:
+            found = self._storages[key] = self._log.initial(key)
+        return found
+
+    def run(self, operation: Operation) -> None:
+        """Run an operation on what is here."""
+        args, kwargs = pytree.tree_map_only(
+            Region, lambda region: region.on(self.storage(region.storage)), (operation.args, operation.kwargs)
+        )
+        with operation.setting():
+            leaves = pytree.tree_leaves(operation.function(*args, **kwargs))
+        for region, leaf in zip(operation.outputs, leaves, strict=True):
+            if region is None:
+                continue
+            same = leaf.stride() == region.stride and leaf.storage_offset() == region.offset
+            if same and leaf.untyped_storage().nbytes() == self._log.num_bytes(region.storage):
+                self._storages[region.storage] = leaf.untyped_storage()
+            else:
+                region.on(self.storage(region.storage)).copy_(leaf)
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """A storage that the log knows. number: in the order of entry. value: what it held then; None for zeros."""
+
+    number: int
+    num_bytes: int
+    value: Tensor | None
+
+
+class Log:
+    """Operations in their order, and the storages that they work on."""
+
+    def __init__(self) -> None:
+        self._operations: list[Operation] = []
+        self._storages: dict[StorageWeakRef, _Entry] = {}
+        self._writers: dict[StorageWeakRef, list[int]] = {}  # places of operations, ascending
+        self._hash = hashlib.blake2b(digest_size=8)
+
+    @property
+    def digest(self) -> str:
+        """The same for the same operations on the same values."""
+        return self._hash.hexdigest()
+
+    @property
+    def constant_bytes(self) -> int:
+        """Size of the values that the log holds because they are not the results of operations."""
+        return sum(entry.num_bytes for entry in self._storages.values() if entry.value is not None)
+
+    def knows(self, tensor: Tensor) -> bool:
+        """Whether the log says what a tensor's values are."""
+        return tensor.is_meta and StorageWeakRef(tensor.untyped_storage()) in self._storages
+
+    def allocate(self, tensor: Tensor, value: Tensor | None = None) -> None:
+        """Enter a tensor on the meta device. value: what it holds, contiguous; None for zeros."""
+        key, size = StorageWeakRef(tensor.untyped_storage()), tensor.untyped_storage().nbytes()
+        self._storages[key] = _Entry(len(self._storages), size, value)
+        if value is not None:
+            self._hash.update(f"{value.dtype}{list(value.shape)}".encode())
+            self._hash.update(value.reshape(-1).view(torch.uint8).numpy().data)
+
+    def add(self, operation: Operation) -> None:
+        """Enter an operation on storages that are known."""
+        place = len(self._operations)
+        self._operations.append(operation)
+        for key in operation.writes:
+            self._writers.setdefault(key, []).append(place)
+        leaves = pytree.tree_leaves((operation.args, operation.kwargs))
+        self._hash.update(f"{operation.name}{[self._in_words(leaf) for leaf in leaves]}".encode())
+
+    def value(self, region: Region) -> Tensor:
+        """The values of a region, in a storage as large as the region's and of its own."""
+        memory = _Memory(self)
+        with torch.no_grad():
+            for place in self._history(region.storage):
+                memory.run(self._operations[place])
+            return region.on(memory.storage(region.storage))
+
+    def num_bytes(self, key: StorageWeakRef) -> int:
+        """Size of a storage."""
+        return self._storages[key].num_bytes
+
+    def initial(self, key: StorageWeakRef) -> UntypedStorage:
+        """A storage as it was before the first operation on it."""
+        entry = self._storages[key]
+        if entry.value is not None:
+            return entry.value.clone().untyped_storage()
+        return torch.zeros(entry.num_bytes, dtype=torch.uint8).untyped_storage()
+
+    def _history(self, key: StorageWeakRef) -> list[int]:
+        """The places of the operations that a storage's values depend on, ascending."""
+        needed: set[int] = set()
+        ends = [(key, len(self._operations))]
+        while ends:
+            storage, before = ends.pop()
+            writers = self._writers.get(storage, [])
+            i = bisect_left(writers, before)
+            if i > 0 and writers[i - 1] not in needed:
+                needed.add(writers[i - 1])
+                ends += [(read, writers[i - 1]) for read in self._operations[writers[i - 1]].reads]
+        return sorted(needed)
+
+    def _in_words(self, leaf: Any) -> str:
+        if not isinstance(leaf, Region):
+            return repr(leaf)
+        return f"{self._storages[leaf.storage].number}{leaf.dtype}{leaf.shape}{leaf.stride}{leaf.offset}"
