@@ -114,6 +114,64 @@ def fit(layout, steps, save=None, resume=None):
     return recorder.part
 
 
+class LateLlama(pl.LightningModule):
+    """A model of transformers, whose own initialisation and rotary tables are put off."""
+
+    def configure_model(self):
+        if hasattr(self, "model"):
+            return
+        transformers = pytest.importorskip("transformers")
+        config = transformers.LlamaConfig(
+            vocab_size=61,
+            hidden_size=16,
+            intermediate_size=24,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=16,
+        )
+        self.model = transformers.AutoModelForCausalLM.from_config(config)
+
+    def training_step(self, batch, batch_idx):
+        return self.model(input_ids=batch["ids"], labels=batch["ids"], use_cache=False).loss
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_a_model_of_transformers_has_the_weights_of_one_process():
+    pytest.importorskip("transformers")
+    batches = [texts(4, length=8, vocabulary=61, seed=i) for i in range(2)]
+    one = join(run_spmd(train, world_size=1, make=LateLlama, batches=batches, trainer={}, strategy=INIT))
+    run, _ = parallel(LateLlama, batches, tensor_parallel_size=2, pipeline_parallel_size=2, timeout=180.0, **INIT)
+    assert one.initial.keys() == run.initial.keys()
+    assert_same(run, one, tolerance=1e-6)  # its norms compute in float32
+
+
+def test_a_module_that_was_fitted_is_tested_and_fitted_on():
+    (alone,) = run_spmd(fit_test_fit, world_size=1, layout={})
+    for losses in run_spmd(fit_test_fit, world_size=2):
+        assert losses == pytest.approx(alone, abs=1e-10)
+
+
+def fit_test_fit(layout=LAYOUTS["p2v2"]):
+    """Losses of a test between two fits of the same module, and of one after them."""
+    module, batches = Evaluated(), ReplicaBatches(BATCHES)
+    losses = []
+    for _ in range(2):
+        trainer = quiet_trainer(PTDPStrategy(**INIT, **layout), precision="64-true", max_epochs=1)
+        trainer.fit(module, datamodule=batches)
+        losses.append(trainer.test(module, DataLoader([texts(4)], batch_size=None))[0]["loss"])
+    return losses
+
+
+class Evaluated(LateGPT):
+    """With a test, too."""
+
+    def test_step(self, batch, batch_idx):
+        self.log("loss", super().training_step(batch, batch_idx))
+
+
 class Built(LateGPT):
     """Builds nothing late."""
 
