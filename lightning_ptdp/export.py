@@ -157,7 +157,7 @@ def check_undamaged(folder: Path) -> None:
     Raises:
         RuntimeError: with what is wrong.
     """
-    faults = [fault for file in whole_or_absent.files(folder) if (fault := whole_or_absent.damage(file)) is not None]
+    faults = [fault for file in whole_or_absent.files(folder) if (fault := file.fault_of_size()) is not None]
     if faults:
         raise RuntimeError("; ".join(faults))
 

@@ -8,7 +8,16 @@ from pathlib import Path
 
 
 class CheckpointError(RuntimeError):
-    """Saving or loading failed; it is raised on every rank."""
+    """Saving or loading failed; it is raised on every rank.
+
+    is_damage: whether a file is missing or damaged.
+    """
+
+    is_damage = False
+
+
+class DamagedFileError(RuntimeError):
+    """A file of a checkpoint is missing or damaged; seen by the rank that reads it."""
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """A checkpoint as a folder, in the form that Lightning's `consolidate_checkpoint` tool reads.
 
     __0_0.distcp ...   tensors, by torch.distributed.checkpoint     .metadata   where each lies
-    meta.pt            everything else, plain values                manifest.json   every file's size and checksum
+    meta.pt            everything else, plain values                manifest.json   sizes and checksums of files
 
 Tensors lie there under the names of the plain model, `model.<name>` and `optimizer_0.state.<name>.<key>`, with whole
 sizes; which rank wrote what part is of no interest to a reader.
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import io
 import re
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -44,8 +43,10 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from lightning_ptdp.checkpoint.errors import CheckpointError, naming
+from lightning_ptdp.checkpoint.checked_files import File, Summing, opened
+from lightning_ptdp.checkpoint.errors import CheckpointError, DamagedFileError, naming
 from lightning_ptdp.checkpoint.rectangles import Placed, Size
+from lightning_ptdp.checkpoint.whole_or_absent import files
 
 META = "meta.pt"
 METADATA = ".metadata"
@@ -133,7 +134,7 @@ def write(
     order: Sequence[str],
     group: ProcessGroup,
     what: str,
-) -> dict[str, int]:
+) -> dict[str, list[int]]:
     """Write this rank's share; every rank of the group calls it. Returns the checksums of the files it wrote.
 
     tensors, objects: that this rank writes, and no other. order: of names in the plain model. what: has failed, where
@@ -143,22 +144,34 @@ def write(
         CheckpointError: on every rank, when one of them failed.
     """
     writer = dcp.FileSystemWriter(folder)
-    files = _ChecksummingFileSystem()
-    writer.fs = files
+    summing = _SummingFileSystem()
+    writer.fs = summing
     planner = _SavePlanner(tensors, objects, order)
     try:
-        dcp.save({}, storage_writer=writer, planner=planner, process_group=group)
+        with _without_checksums_of_torch():
+            dcp.save({}, storage_writer=writer, planner=planner, process_group=group)
     except CheckpointException as error:
         rank, (cause, _) = min(error.failures.items())
         raise CheckpointError(f"{what} on rank {rank}: {type(cause).__name__}: {cause}") from error
-    return files.checksums
+    return summing.checksums
 
 
-class _ChecksummingFileSystem(FileSystem):
-    """Notes the CRC-32 of what is written, and says in an error which file it was."""
+@contextmanager
+def _without_checksums_of_torch() -> Iterator[None]:
+    """Within, `torch.save` takes none of its own, which nobody would read."""
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        yield
+    finally:
+        torch.serialization.set_crc32_options(before)
+
+
+class _SummingFileSystem(FileSystem):
+    """Takes checksums of what is written, and says in an error which file it was."""
 
     def __init__(self) -> None:
-        self.checksums: dict[str, int] = {}
+        self.checksums: dict[str, list[int]] = {}
 
     @contextmanager
     def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
@@ -166,27 +179,13 @@ class _ChecksummingFileSystem(FileSystem):
             if "w" not in mode:
                 yield stream
                 return
-            counting = _Checksum(stream)
-            yield counting
-            self.checksums[Path(path).name] = counting.value
+            summing = Summing(stream)
+            yield summing
+            self.checksums[Path(path).name] = summing.checksums
 
     def rename(self, path: Any, new_path: Any) -> None:
         super().rename(path, new_path)
         self.checksums[Path(new_path).name] = self.checksums.pop(Path(path).name)
-
-
-class _Checksum:
-    """A stream that is written from its beginning to its end."""
-
-    def __init__(self, stream: Any) -> None:
-        self._stream, self.value = stream, 0
-
-    def write(self, data: Any) -> int:
-        self.value = zlib.crc32(data, self.value)
-        return int(self._stream.write(data))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
 
 
 # -- reading ----------------------------------------------------------------------------------------------------------
@@ -204,9 +203,11 @@ class Folder:
     """A checkpoint folder that was written."""
 
     def __init__(self, path: str | Path) -> None:
+        """Raises DamagedFileError, as every method does: a file is missing or damaged."""
         self.path = Path(path)
-        with _named(self.path / METADATA):
-            self._metadata = dcp.FileSystemReader(self.path).read_metadata()
+        self._files = _CheckingFileSystem(files(self.path))
+        with self._naming():
+            self._metadata = self._reader().read_metadata()
         self._paths = self._metadata.planner_data or {}
 
     def tops(self) -> list[str]:
@@ -231,22 +232,39 @@ class Folder:
 
     def meta(self, *, weights_only: bool | None) -> dict[str, Any]:
         """Everything that is neither weight nor optimizer."""
-        with _named(self.path / META):
-            return cast(dict[str, Any], torch.load(self.path / META, map_location="cpu", weights_only=weights_only))
+        with self._naming(), self._files.create_stream(self.path / META, "rb") as stream:
+            return cast(dict[str, Any], torch.load(stream, map_location="cpu", weights_only=weights_only))
 
     def read(self, tensors: Mapping[Keys, Placed], objects: Sequence[Keys] = ()) -> dict[Keys, Any]:
         """Fill the views of what this rank holds; returns the objects.
 
         Raises:
             ValueError: a tensor is not in the checkpoint, or has another size there.
-            RuntimeError: a file is missing or damaged.
+            DamagedFileError: a file is missing or damaged.
         """
-        planner, reader = _LoadPlanner(tensors, objects), _Reader(self.path)
+        planner, reader = _LoadPlanner(tensors, objects), self._reader()
         reader.set_up_storage_reader(self._metadata, is_coordinator=True)
         planner.set_up_planner({}, self._metadata, is_coordinator=True)
-        with reader.naming_files():
+        with self._naming():
             reader.read_data(planner.create_local_plan(), planner).wait()
         return planner.found
+
+    def _reader(self) -> dcp.FileSystemReader:
+        reader = dcp.FileSystemReader(self.path)
+        reader.fs = self._files
+        return reader
+
+    @contextmanager
+    def _naming(self) -> Iterator[None]:
+        try:
+            yield
+        except DamagedFileError:
+            raise
+        except _DAMAGE as error:
+            raise DamagedFileError(
+                f"the checkpoint file {self._files.current} is missing or damaged ({type(error).__name__}: {error}); "
+                "load another checkpoint"
+            ) from error
 
     def _below(self, prefix: Keys) -> Iterator[tuple[Keys, Any]]:
         for key, found in self._metadata.state_dict_metadata.items():
@@ -298,30 +316,18 @@ class _LoadPlanner(LoadPlanner):
         pass  # `resolve_tensor` gave a view of the place where it belongs
 
 
-class _Reader(dcp.FileSystemReader):
-    """Reads, and says in an error which file it was."""
+class _CheckingFileSystem(FileSystem):
+    """Compares what is read with the checksums that are known, and remembers which file was opened last."""
 
-    def __init__(self, path: Path) -> None:
-        super().__init__(path)
-        self.fs = self._files = _NamingFileSystem()
-
-    @contextmanager
-    def naming_files(self) -> Iterator[None]:
-        try:
-            yield
-        except _DAMAGE as error:
-            raise _damaged(self._files.current, error) from error
-
-
-class _NamingFileSystem(FileSystem):
-    """Remembers which file was opened last."""
-
-    current = Path()
+    def __init__(self, known: Sequence[File]) -> None:
+        self._known, self.current = {file.path: file for file in known}, Path()
+        self._compared: dict[Path, set[int]] = {file.path: set() for file in known}
 
     @contextmanager
     def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
         self.current = Path(path)
-        with super().create_stream(path, mode) as stream:
+        file = self._known.get(self.current)
+        with super().create_stream(path, mode) if file is None else opened(file, self._compared[file.path]) as stream:
             yield stream
 
 
@@ -329,17 +335,3 @@ def _view_at(placed: Placed, index: MetadataIndex) -> Tensor:
     assert index.offset is not None, "every rectangle has one"
     offset = tuple(index.offset)
     return next(r.view for r in placed.rectangles if r.offset == offset)
-
-
-@contextmanager
-def _named(file: Path) -> Iterator[None]:
-    try:
-        yield
-    except _DAMAGE as error:
-        raise _damaged(file, error) from error
-
-
-def _damaged(file: Path, error: Exception) -> RuntimeError:
-    return RuntimeError(
-        f"the checkpoint file {file} is missing or damaged ({type(error).__name__}: {error}); load another checkpoint"
-    )

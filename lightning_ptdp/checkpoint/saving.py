@@ -11,7 +11,8 @@ import torch
 from torch.distributed import ProcessGroup
 
 from lightning_ptdp.checkpoint import folder, whole_or_absent
-from lightning_ptdp.checkpoint.errors import CheckpointError
+from lightning_ptdp.checkpoint.checked_files import checksums_of
+from lightning_ptdp.checkpoint.errors import CheckpointError, DamagedFileError
 from lightning_ptdp.checkpoint.folder import Keys
 from lightning_ptdp.checkpoint.rectangles import Placed
 from lightning_ptdp.comm.collectives import broadcast_object, gather_objects
@@ -44,8 +45,8 @@ def save_folder(
             meta_file = whole_or_absent.unfinished(path) / folder.META
             torch.save(dict(meta), meta_file)
             whole_or_absent.sync(meta_file)
-            merged = {name: crc for each in everyone for name, crc in each.items()}
-            whole_or_absent.commit(path, {**merged, folder.META: whole_or_absent.crc32(meta_file)})
+            merged = {name: found for each in everyone for name, found in each.items()}
+            whole_or_absent.commit(path, {**merged, folder.META: checksums_of(meta_file)})
 
         together(finish if is_first else None, group, what)
 
@@ -62,8 +63,10 @@ def _leaving_nothing(path: Path, group: ProcessGroup) -> Iterator[None]:
         raise
 
 
-def verify(path: Path, group: ProcessGroup) -> None:
+def verify(path: Path, group: ProcessGroup, *, contents: bool) -> None:
     """Check every file of a checkpoint folder against its manifest, each rank some of them.
+
+    contents: as well as sizes; a `Folder` checks those that it reads.
 
     Raises:
         CheckpointError: on every rank, with what is wrong.
@@ -74,9 +77,10 @@ def verify(path: Path, group: ProcessGroup) -> None:
         if not listed and not folder.is_folder(path):
             raise ValueError(f"the folder {path} is no checkpoint: it has no {folder.METADATA} and {folder.META}")
         mine = listed[group.rank() :: group.size()]
-        faults = [fault for file in mine if (fault := whole_or_absent.damage(file)) is not None]
+        found = [file.damage() if contents else file.fault_of_size() for file in mine]
+        faults = [fault for fault in found if fault is not None]
         if faults:
-            raise RuntimeError("; ".join(faults))
+            raise DamagedFileError("; ".join(faults))
 
     together(check, group, f"loading the checkpoint {path} failed")
 
@@ -87,7 +91,7 @@ def newest_whole(beside: Path, group: ProcessGroup) -> Path | None:
     newest_first = sorted(others, key=lambda p: p.stat().st_mtime, reverse=True)
     for path in broadcast_object(newest_first, 0, group):
         with suppress(CheckpointError):
-            verify(path, group)
+            verify(path, group, contents=True)
             return Path(path)
     return None
 
@@ -102,9 +106,15 @@ def together(act: Callable[[], Any] | None, group: ProcessGroup, what: str) -> N
     try:
         if act is not None:
             act()
-    except Exception as error:
-        failure = error
-    told = gather_objects(None if failure is None else f"{type(failure).__name__}: {failure}", group)
-    for rank, text in enumerate(told):
-        if text is not None:
-            raise CheckpointError(f"{what} on rank {rank}: {text}") from failure
+    except Exception as raised:
+        failure = raised
+    told = gather_objects(
+        None if failure is None else (f"{type(failure).__name__}: {failure}", isinstance(failure, DamagedFileError)),
+        group,
+    )
+    for rank, found in enumerate(told):
+        if found is not None:
+            text, is_damage = found
+            error = CheckpointError(f"{what} on rank {rank}: {text}")
+            error.is_damage = is_damage
+            raise error from failure

@@ -93,8 +93,6 @@ class Store:
             (lambda: whole_or_absent.recover(where)) if self._world.rank() == 0 else None, self._world, "loading failed"
         )
         loaded: dict[str, Any] = {}
-        if any(gather_objects(where.is_dir(), self._world)):
-            self._verify(where)
 
         def act() -> None:
             if not is_folder(where):
@@ -107,18 +105,19 @@ class Store:
             if folder.objects("optimizer_0"):
                 loaded["optimizer_states"] = [local.read_optimizer(folder, i) for i in range(num_optimizers)]
 
-        together(act, self._world, f"loading the checkpoint {path} failed")
-        return loaded
-
-    def _verify(self, path: Path) -> None:
         try:
-            verify(path, self._world)
+            if any(gather_objects(where.is_dir(), self._world)):
+                verify(where, self._world, contents=False)
+            together(act, self._world, f"loading the checkpoint {path} failed")
         except CheckpointError as error:
-            other = newest_whole(path, self._world)
+            if not error.is_damage:
+                raise
+            other = newest_whole(where, self._world)
             advice = (
                 "no whole checkpoint is beside it" if other is None else f"the newest whole one beside it is {other}"
             )
             raise CheckpointError(f"{error}; {advice}") from error
+        return loaded
 
     def remove(self, path: Path, remove_whole: Callable[[], None]) -> None:
         """Delete a checkpoint on rank 0, after the save that is under way.

@@ -9,15 +9,15 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import zlib
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+from lightning_ptdp.checkpoint.checked_files import SECTION, File
+from lightning_ptdp.checkpoint.errors import DamagedFileError
 
 MANIFEST = "manifest.json"
 
 _UNFINISHED, _REPLACED, _REMOVED = ".unfinished", ".replaced", ".removed"
-_BLOCK = 1 << 24  # bytes that are read at once
 
 
 def unfinished(path: Path) -> Path:
@@ -37,11 +37,14 @@ def prepare(path: Path) -> Path:
     return folder
 
 
-def commit(path: Path, checksums: Mapping[str, int]) -> None:
-    """Give what was written its name. checksums: CRC-32 of each file."""
+def commit(path: Path, checksums: Mapping[str, Sequence[int]]) -> None:
+    """Give what was written its name. checksums: of each file."""
     folder = unfinished(path)
-    files = {name: {"bytes": (folder / name).stat().st_size, "crc32": crc} for name, crc in sorted(checksums.items())}
-    _write(folder / MANIFEST, json.dumps({"format": "lightning_ptdp", "version": 1, "files": files}, indent=1))
+    files = {
+        name: {"bytes": (folder / name).stat().st_size, "crc32": list(each)} for name, each in sorted(checksums.items())
+    }
+    manifest = {"format": "lightning_ptdp", "version": 1, "section": SECTION, "files": files}
+    _write(folder / MANIFEST, json.dumps(manifest))
     put_in_place(path)
 
 
@@ -88,57 +91,33 @@ def cut_off(folder: Path) -> list[Path]:
     return sorted(found, key=lambda path: path.stat().st_mtime)
 
 
-@dataclass(frozen=True)
-class File:
-    """A file of a checkpoint. bytes, crc32: as they were written."""
-
-    path: Path
-    bytes: int
-    crc32: int
-
-
 def files(path: Path) -> list[File]:
     """What the manifest of a checkpoint lists; nothing where it has none (another program wrote it).
 
     Raises:
-        RuntimeError: the manifest cannot be read.
+        DamagedFileError: the manifest cannot be read.
+        ValueError: it is of another version.
     """
     manifest = path / MANIFEST
     if not manifest.exists():
         return []
     try:
-        listed = json.loads(manifest.read_text())["files"]
-        return [File(path / name, int(entry["bytes"]), int(entry["crc32"])) for name, entry in listed.items()]
+        known = json.loads(manifest.read_text())
+        form = known["version"], known["section"]
+        found = [
+            File(path / name, int(entry["bytes"]), tuple(map(int, entry["crc32"])))
+            for name, entry in known["files"].items()
+        ]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise RuntimeError(f"the checkpoint file {manifest} is damaged ({error}); load another checkpoint") from error
-
-
-def damage(file: File) -> str | None:
-    """What is wrong with a file, in a sentence; None if it is as it was written."""
-    if not file.path.exists():
-        return f"the checkpoint file {file.path} is missing"
-    size = file.path.stat().st_size
-    if size != file.bytes:
-        return f"the checkpoint file {file.path} has {size} bytes, and was written with {file.bytes}"
-    if crc32(file.path) != file.crc32:
-        return f"the checkpoint file {file.path} has other contents than were written to it"
-    return None
-
-
-def crc32(path: Path) -> int:
-    """The checksum of a file."""
-    value = 0
-    with path.open("rb") as stream:
-        for block in _blocks(stream):
-            value = zlib.crc32(block, value)
-    return value
-
-
-def _blocks(stream: object) -> Iterator[memoryview]:
-    buffer = bytearray(_BLOCK)
-    view = memoryview(buffer)
-    while count := stream.readinto(buffer):  # type: ignore[attr-defined]
-        yield view[:count]
+        raise DamagedFileError(
+            f"the checkpoint file {manifest} is damaged ({error}); load another checkpoint"
+        ) from error
+    if form != (1, SECTION):
+        raise ValueError(
+            f"{manifest} is of version {form[0]} with sections of {form[1]} bytes, and this version of lightning_ptdp "
+            f"reads version 1 with {SECTION}; load the checkpoint with the version that saved it"
+        )
+    return found
 
 
 def _write(path: Path, text: str) -> None:

@@ -5,12 +5,13 @@ import os
 import pytest
 
 from lightning_ptdp.checkpoint import whole_or_absent as store
+from lightning_ptdp.checkpoint.checked_files import checksums_of
 
 
 def written(path, text="one"):
     folder = store.prepare(path)
     (folder / "shard").write_text(text)
-    return {"shard": store.crc32(folder / "shard")}
+    return {"shard": checksums_of(folder / "shard")}
 
 
 def test_nothing_has_the_name_until_all_is_written(tmp_path):
@@ -20,7 +21,7 @@ def test_nothing_has_the_name_until_all_is_written(tmp_path):
     store.commit(path, checksums)
     assert (path / "shard").read_text() == "one"
     assert os.listdir(tmp_path) == ["step=2.ckpt"]
-    assert [store.damage(file) for file in store.files(path)] == [None]
+    assert [file.damage() for file in store.files(path)] == [None]
 
 
 def test_one_that_is_replaced_stays_until_then(tmp_path):
@@ -81,7 +82,7 @@ def test_damage_names_the_file(tmp_path, spoil, says):
     path = tmp_path / "last.ckpt"
     store.commit(path, written(path))
     spoil(path / "shard")
-    (text,) = [store.damage(file) for file in store.files(path)]
+    (text,) = [file.damage() for file in store.files(path)]
     assert str(path / "shard") in text
     assert says in text
 

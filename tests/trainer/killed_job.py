@@ -7,7 +7,7 @@ import warnings
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_ptdp import PTDPStrategy
-from lightning_ptdp.checkpoint import folder as writing
+from lightning_ptdp.checkpoint.checked_files import Summing
 from tests.hygiene import seed_everything
 from tests.models import GPT, texts
 from tests.oracle import ReplicaBatches, quiet_trainer
@@ -35,7 +35,7 @@ def job(folder, **arguments):
     warnings.simplefilter("ignore")
     seed_everything()
     trainer = trainer_that_saves_each_step(folder, **arguments)
-    write = writing._Checksum.write
+    write = Summing.write
 
     def write_or_die(stream, data):
         if trainer.global_rank == 3 and trainer.global_step == 2:
@@ -44,5 +44,5 @@ def job(folder, **arguments):
             os.kill(os.getpid(), signal.SIGKILL)
         return write(stream, data)
 
-    writing._Checksum.write = write_or_die
+    Summing.write = write_or_die
     trainer.fit(GPT(), datamodule=ReplicaBatches(BATCHES))

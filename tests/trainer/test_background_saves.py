@@ -12,7 +12,7 @@ from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_ptdp import PTDPStrategy
-from lightning_ptdp.checkpoint import folder as writing
+from lightning_ptdp.checkpoint.checked_files import Summing
 from lightning_ptdp.checkpoint.errors import CheckpointError
 from lightning_ptdp.checkpoint.reading import read_checkpoint
 from tests.models import GPT, texts
@@ -71,13 +71,13 @@ def trainer_of(sizes, callbacks, **arguments):
 
 def hold_back(patch, may_write):
     """Let nothing be written before an event."""
-    write = writing._Checksum.write
+    write = Summing.write
 
     def wait_and_write(stream, data):
         assert may_write.wait(20.0), "training waited for the writer"
         return write(stream, data)
 
-    patch.setattr(writing._Checksum, "write", wait_and_write)
+    patch.setattr(Summing, "write", wait_and_write)
 
 
 def save_while_training(folder):
@@ -123,7 +123,7 @@ def fail_to_write(folder, steps, rank):
 
     trainer = trainer_of((1, 2), [saves])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(writing._Checksum, "write", full)
+        patch.setattr(Summing, "write", full)
         with pytest.raises(CheckpointError) as told:
             trainer.fit(AdamGPT(), datamodule=ReplicaBatches(BATCHES))
     return trainer.global_step, str(told.value)

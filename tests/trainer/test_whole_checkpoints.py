@@ -13,8 +13,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader
 
 from lightning_ptdp import PTDPStrategy
-from lightning_ptdp.checkpoint import folder as writing
 from lightning_ptdp.checkpoint import single, whole_or_absent
+from lightning_ptdp.checkpoint.checked_files import Summing
 from lightning_ptdp.checkpoint.errors import CheckpointError
 from lightning_ptdp.checkpoint.reading import read_checkpoint
 from tests.fits import Net, batches_of
@@ -113,7 +113,7 @@ def test_model_checkpoint_keeps_what_it_should_and_nothing_else(checkpoint, left
     assert sorted(os.listdir(tmp_path)) == sorted(["after-test.ckpt", *left])
     for name in left:
         files = whole_or_absent.files(tmp_path / name)
-        assert [whole_or_absent.damage(file) for file in files] == [None] * len(files)
+        assert [file.damage() for file in files] == [None] * len(files)
         assert {file.path.name for file in files} | {"manifest.json"} == set(os.listdir(tmp_path / name))
     assert read_checkpoint(tmp_path / left[-1])["global_step"] == newest
     weights = read_checkpoint(tmp_path / f"step={best}.ckpt")["state_dict"]
@@ -205,14 +205,14 @@ def save_in_vain(path, obstacle, one_file):
 
 
 def full_disk(patch, rank):
-    write = writing._Checksum.write
+    write = Summing.write
 
     def full(stream, data):
         if torch.distributed.get_rank() == rank:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return write(stream, data)
 
-    patch.setattr(writing._Checksum, "write", full)
+    patch.setattr(Summing, "write", full)
 
 
 def full_disk_for_values(patch):

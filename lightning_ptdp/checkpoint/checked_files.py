@@ -1,0 +1,159 @@
+"""Files whose contents are compared, while they are read, with checksums that were taken while they were written.
+
+A checksum covers a section of a file, so that who reads a part of a file reads little more than that part.
+"""
+
+from __future__ import annotations
+
+import io
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from lightning_ptdp.checkpoint.errors import DamagedFileError
+
+SECTION = 1 << 22  # bytes that a checksum covers
+
+
+@dataclass(frozen=True)
+class File:
+    """A file as it was written. bytes: its size. checksums: CRC-32 of each section."""
+
+    path: Path
+    bytes: int
+    checksums: tuple[int, ...]
+
+    def fault_of_size(self) -> str | None:
+        """Whether it is missing, or longer or shorter now, in a sentence; None if neither."""
+        if not self.path.exists():
+            return f"the checkpoint file {self.path} is missing"
+        size = self.path.stat().st_size
+        if size != self.bytes:
+            return f"the checkpoint file {self.path} has {size} bytes, and was written with {self.bytes}"
+        return None
+
+    def damage(self) -> str | None:
+        """What is wrong with it, contents included, in a sentence; None if it is as it was written."""
+        fault = self.fault_of_size()
+        if fault is None:
+            try:
+                with opened(self) as stream:
+                    for _ in iter(lambda: stream.read(SECTION), b""):
+                        pass
+            except DamagedFileError as error:
+                return str(error)
+        return fault
+
+
+def checksums_of(path: Path) -> list[int]:
+    """The checksums of a file, read from it."""
+    with path.open("rb") as stream:
+        return [zlib.crc32(section) for section in iter(lambda: stream.read(SECTION), b"")]
+
+
+class Summing:
+    """A stream that is written from its beginning to its end, and takes checksums."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream, self._in_section = stream, 0
+        self.checksums: list[int] = []
+
+    def write(self, data: Any) -> int:
+        """Write, as the stream does."""
+        view = memoryview(data).cast("B")
+        at = 0
+        while at < len(view):
+            if self._in_section % SECTION == 0:
+                self.checksums.append(0)
+                self._in_section = 0
+            part = view[at : at + SECTION - self._in_section]
+            self.checksums[-1] = zlib.crc32(part, self.checksums[-1])
+            self._in_section += len(part)
+            at += len(part)
+        return int(self._stream.write(data))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+@contextmanager
+def opened(file: File, compared: set[int] | None = None) -> Iterator[BinaryIO]:
+    """A file to read, whose reads raise DamagedFileError where it is not as it was written.
+
+    compared: sections that were compared before; those that are now are added.
+    """
+    compared = set() if compared is None else compared
+    with file.path.open("rb", buffering=0) as raw, io.BufferedReader(_Compared(file, raw, compared)) as stream:
+        yield stream
+
+
+class _Compared(io.RawIOBase):
+    """Compares a section when something of it is read first; one that is read whole is not copied."""
+
+    def __init__(self, file: File, raw: io.FileIO, compared: set[int]) -> None:
+        self._file, self._raw, self._compared, self._at = file, raw, compared, 0
+        self._kept: tuple[int, memoryview] = (-1, memoryview(b""))  # a section of which a part was read
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._file.bytes}[whence]
+        self._at = base + offset
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer).cast("B")
+        view = view[: max(0, self._file.bytes - self._at)]
+        done = 0
+        while done < len(view):
+            section, inside = divmod(self._at + done, SECTION)
+            part = view[done : done + SECTION - inside]
+            self._read(section, inside, part)
+            done += len(part)
+        self._at += done
+        return done
+
+    def _read(self, section: int, inside: int, part: memoryview) -> None:
+        length = min(SECTION, self._file.bytes - section * SECTION)
+        kept, content = self._kept
+        if section == kept:
+            part[:] = content[inside : inside + len(part)]
+        elif section in self._compared:
+            self._fill(part, section * SECTION + inside)
+        elif len(part) == length:
+            self._fill(part, section * SECTION)
+            self._compare(section, part)
+        else:
+            content = memoryview(bytearray(length))
+            self._fill(content, section * SECTION)
+            self._compare(section, content)
+            self._kept = section, content
+            part[:] = content[inside : inside + len(part)]
+
+    def _fill(self, part: memoryview, offset: int) -> None:
+        self._raw.seek(offset)
+        while part:
+            count = self._raw.readinto(part)
+            if not count:
+                raise DamagedFileError(
+                    f"the checkpoint file {self._file.path} ends before the {self._file.bytes} bytes it had"
+                )
+            part = part[count:]
+
+    def _compare(self, section: int, content: memoryview) -> None:
+        if zlib.crc32(content) != self._file.checksums[section]:
+            raise DamagedFileError(
+                f"the checkpoint file {self._file.path} has other contents than were written to it, in the "
+                f"{len(content)} bytes from {section * SECTION} on"
+            )
+        self._compared.add(section)
