@@ -3,7 +3,8 @@
     python benchmarks/checkpoint.py --mib 1024 --ranks 4 --rounds 5 --folder /path/on/the/disk
 
 In every round all ranks together write and sync plain files of as many bytes, save, drop the files from the page cache,
-read the plain files, and load; in odd rounds the plain files come last. What to read is the ratio, the median over
+read the plain files, and load; in odd rounds the plain files come last. Files of the round before are deleted outside
+of what is timed. What to read is the ratio, the median over
 the rounds of checkpoint / plain. The model is a pipeline of square matrices under SGD, so the checkpoint has the
 bytes of its weights.
 """
@@ -81,12 +82,19 @@ class Measures(L.Callback):
                     file.write(data[: min(_BLOCK, mine - start)])
                 os.fsync(file.fileno())
 
+        def save() -> None:
+            trainer.save_checkpoint(path)
+
         def read() -> None:
             with plain.open("rb", buffering=0) as file:
                 while file.read(_BLOCK):
                     pass
 
         def timed(act: Callable[[], Any]) -> float:
+            if act is write:
+                plain.unlink(missing_ok=True)
+            elif act is save and trainer.is_global_zero:
+                shutil.rmtree(path, ignore_errors=True)
             strategy.barrier()
             start = time.perf_counter()
             act()
@@ -94,7 +102,7 @@ class Measures(L.Callback):
             return time.perf_counter() - start
 
         acts: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
-            "save": (lambda: trainer.save_checkpoint(path), write),
+            "save": (save, write),
             "load": (lambda: strategy.load_checkpoint(path), read),
         }
         seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in acts}

@@ -61,7 +61,7 @@ UNITS: dict[str, Unit] = {
     "pipeline": _unit(2, f"comm {_PURE}", "torch"),
     "deferred_init": _unit(2, "tensor_parallel.random pipeline.hollow", "torch"),
     "recompute": _unit(2, "tensor_parallel.random", "torch"),
-    "checkpoint": _unit(3, f"comm tensor_parallel.shard {_PURE}", "torch safetensors"),
+    "checkpoint": _unit(3, f"comm tensor_parallel.shard {_PURE}", "torch safetensors xxhash"),
     "layout": _unit(3, f"pipeline tensor_parallel {_PURE}", "torch"),
     "engine": _unit(3, f"{_PURE} {_COMPUTE}", "torch"),
     "precision": _unit(4, f"data_parallel.clip {_FRONT}", "torch lightning"),

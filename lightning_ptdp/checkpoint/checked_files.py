@@ -6,12 +6,13 @@ A checksum covers a section of a file, so that who reads a part of a file reads 
 from __future__ import annotations
 
 import io
-import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
+
+from xxhash import xxh3_64, xxh3_64_intdigest
 
 from lightning_ptdp.checkpoint.errors import DamagedFileError
 
@@ -20,7 +21,7 @@ SECTION = 1 << 22  # bytes that a checksum covers
 
 @dataclass(frozen=True)
 class File:
-    """A file as it was written. bytes: its size. checksums: CRC-32 of each section."""
+    """A file as it was written. bytes: its size. checksums: XXH3 (64 bits) of each section."""
 
     path: Path
     bytes: int
@@ -51,29 +52,34 @@ class File:
 def checksums_of(path: Path) -> list[int]:
     """The checksums of a file, read from it."""
     with path.open("rb") as stream:
-        return [zlib.crc32(section) for section in iter(lambda: stream.read(SECTION), b"")]
+        return [xxh3_64_intdigest(section) for section in iter(lambda: stream.read(SECTION), b"")]
 
 
 class Summing:
     """A stream that is written from its beginning to its end, and takes checksums."""
 
     def __init__(self, stream: Any) -> None:
-        self._stream, self._in_section = stream, 0
-        self.checksums: list[int] = []
+        self._stream, self._section, self._room = stream, xxh3_64(), SECTION
+        self._done: list[int] = []
 
     def write(self, data: Any) -> int:
         """Write, as the stream does."""
         view = memoryview(data).cast("B")
         at = 0
         while at < len(view):
-            if self._in_section % SECTION == 0:
-                self.checksums.append(0)
-                self._in_section = 0
-            part = view[at : at + SECTION - self._in_section]
-            self.checksums[-1] = zlib.crc32(part, self.checksums[-1])
-            self._in_section += len(part)
+            part = view[at : at + self._room]
+            self._section.update(part)
             at += len(part)
+            self._room -= len(part)
+            if self._room == 0:
+                self._done.append(self._section.intdigest())
+                self._section, self._room = xxh3_64(), SECTION
         return int(self._stream.write(data))
+
+    @property
+    def checksums(self) -> list[int]:
+        """Of the sections of what was written so far."""
+        return self._done if self._room == SECTION else [*self._done, self._section.intdigest()]
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
@@ -151,7 +157,7 @@ class _Compared(io.RawIOBase):
             part = part[count:]
 
     def _compare(self, section: int, content: memoryview) -> None:
-        if zlib.crc32(content) != self._file.checksums[section]:
+        if xxh3_64_intdigest(content) != self._file.checksums[section]:
             raise DamagedFileError(
                 f"the checkpoint file {self._file.path} has other contents than were written to it, in the "
                 f"{len(content)} bytes from {section * SECTION} on"

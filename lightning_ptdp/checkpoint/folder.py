@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import io
 import re
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -42,10 +43,12 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.futures import Future
 
 from lightning_ptdp.checkpoint.checked_files import File, Summing, opened
 from lightning_ptdp.checkpoint.errors import CheckpointError, DamagedFileError, naming
 from lightning_ptdp.checkpoint.rectangles import Placed, Size
+from lightning_ptdp.checkpoint.stored_tensor import read_tensor
 from lightning_ptdp.checkpoint.whole_or_absent import files
 
 META = "meta.pt"
@@ -250,7 +253,7 @@ class Folder:
         return planner.found
 
     def _reader(self) -> dcp.FileSystemReader:
-        reader = dcp.FileSystemReader(self.path)
+        reader = _Reader(self.path)
         reader.fs = self._files
         return reader
 
@@ -314,6 +317,26 @@ class _LoadPlanner(LoadPlanner):
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
         pass  # `resolve_tensor` gave a view of the place where it belongs
+
+
+class _Reader(dcp.FileSystemReader):
+    """Reads tensors to the places where they belong, in the order of the file."""
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        others: list[ReadItem] = []
+        files = defaultdict[str, list[ReadItem]](list)
+        for item in plan.items:
+            stored = self.storage_data[item.storage_index]
+            is_plain = item.type == LoadItemType.TENSOR and not stored.transform_descriptors
+            (files[stored.relative_path] if is_plain else others).append(item)
+        for file, items in files.items():
+            with self.fs.create_stream(self.fs.concat_path(self.path, file), "rb") as stream:
+                for item in sorted(items, key=lambda item: int(self.storage_data[item.storage_index].offset)):
+                    part = self._slice_file(stream, self.storage_data[item.storage_index])
+                    target = planner.resolve_tensor(item).detach()
+                    read_tensor(part, item.storage_offsets, target)  # type: ignore[arg-type]
+                    planner.commit_tensor(item, target)
+        return super().read_data(LoadPlan(others), planner)
 
 
 class _CheckingFileSystem(FileSystem):

@@ -41,7 +41,7 @@ def commit(path: Path, checksums: Mapping[str, Sequence[int]]) -> None:
     """Give what was written its name. checksums: of each file."""
     folder = unfinished(path)
     files = {
-        name: {"bytes": (folder / name).stat().st_size, "crc32": list(each)} for name, each in sorted(checksums.items())
+        name: {"bytes": (folder / name).stat().st_size, "xxh3": list(each)} for name, each in sorted(checksums.items())
     }
     manifest = {"format": "lightning_ptdp", "version": 1, "section": SECTION, "files": files}
     _write(folder / MANIFEST, json.dumps(manifest))
@@ -105,7 +105,7 @@ def files(path: Path) -> list[File]:
         known = json.loads(manifest.read_text())
         form = known["version"], known["section"]
         found = [
-            File(path / name, int(entry["bytes"]), tuple(map(int, entry["crc32"])))
+            File(path / name, int(entry["bytes"]), tuple(map(int, entry["xxh3"])))
             for name, entry in known["files"].items()
         ]
     except (OSError, ValueError, KeyError, TypeError) as error:
