@@ -130,19 +130,23 @@ def _gathered(outlines: Mapping[Keys, _Outline], tensors: Mapping[Keys, Placed])
                     for block in _blocks(views[offset]):
                         send_to(block.detach().cpu().contiguous(), 0)
             continue
-        whole = torch.empty(outline.size, dtype=outline.dtype)
-        for rank, offset, extent in outline.pieces:
-            place = part(whole, offset, extent)
-            if rank == me:
-                place.copy_(views[offset])
-                continue
-            for block in _blocks(place):
-                received = block if block.is_contiguous() else torch.empty_like(block)
-                receive_from(received, rank)
-                if received is not block:
-                    block.copy_(received)
-        yield keys, whole
-        del whole
+        yield keys, _whole(outline, views)
+
+
+def _whole(outline: _Outline, views: Mapping[Size, Tensor]) -> Tensor:
+    """A tensor of rank 0's own views, and of what others send."""
+    whole = torch.empty(outline.size, dtype=outline.dtype)
+    for rank, offset, extent in outline.pieces:
+        place = part(whole, offset, extent)
+        if rank == world().rank():
+            place.copy_(views[offset])
+            continue
+        for block in _blocks(place):
+            received = block if block.is_contiguous() else torch.empty_like(block)
+            receive_from(received, rank)
+            if received is not block:
+                block.copy_(received)
+    return whole
 
 
 def _blocks(tensor: Tensor) -> Iterator[Tensor]:

@@ -13,7 +13,7 @@ from tests.oracle import ReplicaBatches, quiet_trainer
 from tests.spmd import run_spmd
 
 MIB = 1 << 20
-SIZE, NUM_LAYERS = 1024, 32  # 4 MiB a layer, 128 MiB in all
+SIZE, NUM_LAYERS = 4096, 6  # 64 MiB a layer, which malloc gives back to the system at once
 STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
@@ -51,8 +51,8 @@ def growth_while_saving(path):
 
 
 @pytest.mark.skipif(not CLEAR.exists(), reason="peaks of memory are reset through /proc, which Linux has")
-def test_rank_0_holds_a_few_tensors_more_than_its_share(tmp_path):
+def test_rank_0_holds_one_tensor_more_than_its_share(tmp_path):
     path = tmp_path / "whole.ckpt"
     growth = run_spmd(growth_while_saving, world_size=2, timeout=60, path=str(path))
     assert path.stat().st_size > NUM_LAYERS * SIZE * SIZE * 4
-    assert max(growth) < 10 * SIZE * SIZE * 4, [f"{each / MIB:.0f} MiB" for each in growth]
+    assert max(growth) < 1.1 * SIZE * SIZE * 4, [f"{each / MIB:.0f} MiB" for each in growth]
