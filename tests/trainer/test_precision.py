@@ -1,8 +1,10 @@
 """16-bit training: main weights, one loss scale for all ranks, skipped updates that change nothing (PO-17)."""
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
+from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from lightning_ptdp import PTDPPrecision, PTDPStrategy
@@ -185,6 +187,55 @@ def test_loading_weights_alone_refreshes_the_main_weights(tmp_path):
     for seen in run_spmd(weights_only, world_size=2, timeout=60, folder=str(tmp_path)):
         assert len(seen) > 10
         assert all(seen)
+
+
+class Summing(Callback):
+    """Notes the finished gradient of one weight."""
+
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+        (weight,) = optimizer.param_groups[0]["params"]
+        self.seen = [] if weight.grad is None else [(weight.grad.dtype, weight.grad.item())]
+
+
+class OneWeight(pl.LightningModule):
+    """Whose gradients are what it is fed."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(1, 1, bias=False)])
+
+    def training_step(self, batch, batch_idx):
+        return self.blocks[0](batch["x"].to(self.blocks[0].weight.dtype)).sum()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def gradients_of_256_and_1(precision, **strategy):
+    """Of two microbatches, of two batches that accumulate, and of microbatches of two replicas."""
+    together, apart = [[256.0, 1.0]], [[256.0, 256.0], [1.0, 1.0]]
+    seen = []
+    for rows, arguments in ((together, {}), (apart, {"accumulate_grad_batches": 2})):
+        trainer = quiet_trainer(
+            PTDPStrategy(micro_batch_size=1, **strategy),
+            plugins=[PTDPPrecision(precision), PoolEnvironment()],
+            callbacks=[summing := Summing()],
+            use_distributed_sampler=False,
+            **arguments,
+        )
+        trainer.fit(OneWeight(), datamodule=ReplicaBatches([{"x": torch.tensor(row)[:, None]} for row in rows]))
+        seen.append(summing.seen)
+    return seen
+
+
+@pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed"])
+def test_gradients_of_256_and_1_add_to_257(precision):
+    """In bfloat16 they would add to 256, and their means to 128."""
+    expected = [[(torch.float32, 257.0 / 2)]] * 2
+    assert run_spmd(gradients_of_256_and_1, world_size=1, precision=precision) == [expected]
+    assert run_spmd(gradients_of_256_and_1, world_size=2, precision=precision) == [expected] * 2
+    sharded = run_spmd(gradients_of_256_and_1, world_size=2, precision=precision, distributed_optimizer=True)
+    assert [first + second for first, second in zip(*sharded, strict=True)] == expected
 
 
 class Diverging(GPT):
