@@ -38,6 +38,21 @@ def split_averages(
     return module.register_load_state_dict_pre_hook(_cutting(local)) if copies else None
 
 
+def refused_averages(callbacks: Iterable[Callback], *, shards: bool, has_main_weights: bool) -> list[str]:
+    """Averages that no checkpoint could restore, a sentence each.
+
+    shards: main weights lie in slices. has_main_weights: of the 16-bit weights that are averaged.
+    """
+    averaging = (WeightAveraging, StochasticWeightAveraging)
+    return [
+        f"{type(callback).__name__} averages 16-bit weights, and distributed_optimizer=True holds their float32 values "
+        "in slices, which a checkpoint's average does not fit; use precision='bf16-mixed', or leave "
+        "distributed_optimizer out"
+        for callback in callbacks
+        if shards and has_main_weights and isinstance(callback, averaging)
+    ]
+
+
 def _averages(callbacks: Iterable[Callback]) -> Iterator[tuple[Callback, nn.Module]]:
     for callback in callbacks:
         if isinstance(callback, WeightAveraging) and callback._average_model is not None:

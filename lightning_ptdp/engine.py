@@ -551,6 +551,11 @@ class Engine:
         if self.mains is not None:
             self.mains.refresh()
 
+    def take_edits(self) -> None:
+        """Before optimizers step, or states are read: let main weights follow what was done to the module's own."""
+        if self.mains is not None:
+            self.mains.take_edits()
+
     def _check_agreement(self, buffers: GradientBuffers) -> None:
         """After the first batch: tensor peers must have the same gradient for what each holds whole.
 

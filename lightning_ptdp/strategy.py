@@ -32,7 +32,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_ptdp import inventory, loaders, preflight
-from lightning_ptdp.averages import split_averages
+from lightning_ptdp.averages import refused_averages, split_averages
 from lightning_ptdp.callbacks import (
     callbacks_of,
     count_replicas,
@@ -430,7 +430,7 @@ class PTDPStrategy(ParallelStrategy):
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
         self._unchecked = _CHECKED_BATCHES
-        self.precision.bind(self._norm_of, self._check_edits)
+        self.precision.bind(self._norm_of, self._after_hooks)
         self._watches_edits = self.groups.replica.size() > 1 and edits_gradients(trainer, module)
         assert self._exchange is not None, "made with the groups"
         self._steps = Steps(module, self._engine, self._exchange, self._board, self._progress)
@@ -468,6 +468,9 @@ class PTDPStrategy(ParallelStrategy):
         faults += refused_modules(module, topology, trains=trainer.state.fn == TrainerFn.FITTING)
         faults += refused_manual_optimization(
             module, shards=self._distributed_optimizer, has_main_weights=self.precision.has_main_weights
+        )
+        faults += refused_averages(
+            callbacks_of(trainer), shards=self._distributed_optimizer, has_main_weights=self.precision.has_main_weights
         )
         if self._deferred is not None:
             faults += self._deferred.faults(module)
@@ -741,7 +744,8 @@ class PTDPStrategy(ParallelStrategy):
     def _norm_of(self, parameters: list[nn.Parameter]) -> Tensor:
         return self.engine.gradient_norm(self._module, parameters)
 
-    def _check_edits(self) -> None:
+    def _after_hooks(self) -> None:
+        self.engine.take_edits()
         if self._sample is not None:
             check_scaled_alike(self._sample, self.groups.replica, self.groups.topology.replica_ranks(self.groups.at))
             self._sample = None
@@ -824,6 +828,7 @@ class PTDPStrategy(ParallelStrategy):
 
     def _held_state(self) -> dict[str, Any]:
         """The module's state as a checkpoint has it."""
+        self.engine.take_edits()
         return {**self._module.state_dict(), **{n: weight.detach() for n, weight in self._main_weights().items()}}
 
     def lightning_module_state_dict(self) -> dict[str, Any]:

@@ -60,6 +60,7 @@ class MainWeights:
         for main in self._sharded(added, replicas) if replicas is not None else map(_whole, added):
             self._of[main.parameter] = main
             self._parameter_of[main.weight] = main.parameter
+        self._note_versions()
 
     def weight_of(self, parameter: nn.Parameter) -> nn.Parameter:
         """What an optimizer steps for a parameter of the module; itself where nothing does."""
@@ -98,15 +99,36 @@ class MainWeights:
     @torch.no_grad()
     def refresh(self) -> None:
         """After the optimizer stepped: bring the module's parameters up to date, on all replicas."""
+        for weights, main in self._pairs():
+            weights.copy_(main)
+        for weights, _ in self._flat:
+            assert self._replicas is not None, "flat weights are sharded"
+            all_gather_slices_(weights, self._replicas)
+        self._note_versions()
+
+    @torch.no_grad()
+    def take_edits(self) -> None:
+        """Bring main weights up to date with 16-bit weights that somebody changed since the optimizer stepped.
+
+        Where a weight is still its main weight's rounded value, the main weight keeps what rounding took. Main weights
+        that were changed themselves stay as they are.
+        """
+        for (weights, main), version in zip(self._pairs(), self._versions, strict=True):
+            if main._version == version:
+                main.copy_(torch.where(weights == main.to(weights.dtype), main, weights.to(main.dtype)))
+        self._note_versions()
+
+    def _pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Where 16-bit weights have main weights: those that this replica steps, and these."""
         for weights, main in self._flat:
             assert self._replicas is not None, "flat weights are sharded"
             if main is not None:
-                _slice(weights, self._replicas).copy_(main)
-            all_gather_slices_(weights, self._replicas)
+                yield _slice(weights, self._replicas), main
         if self._replicas is None:
-            for main_of in self._of.values():
-                if main_of.weight is not main_of.parameter:
-                    main_of.parameter.copy_(main_of.weight)
+            yield from ((main.parameter, main.weight) for main in self if main.weight is not main.parameter)
+
+    def _note_versions(self) -> None:
+        self._versions = [main._version for _, main in self._pairs()]
 
     def _sharded(self, added: Sequence[nn.Parameter], replicas: ProcessGroup) -> Iterator[Main]:
         """Lay the parameters of each buffer out flat, and take this replica's slice."""

@@ -12,6 +12,7 @@ import torch
 import torchmetrics
 from lightning.pytorch.callbacks import (
     EarlyStopping,
+    EMAWeightAveraging,
     GradientAccumulationScheduler,
     ModelCheckpoint,
     ModelPruning,
@@ -468,6 +469,13 @@ CONFIGURATIONS: dict[str, Broken] = {
         "ModelPruning compares weights of the whole model",
         **TENSORS,
         trainer={"callbacks": lambda: [ModelPruning("l1_unstructured", amount=0.5)]},
+    ),
+    "average of slices": row(
+        "EMAWeightAveraging averages 16-bit weights",
+        "leave distributed_optimizer out",
+        d=2,
+        distributed_optimizer=True,
+        trainer={"callbacks": lambda: [EMAWeightAveraging()], "precision": "bf16-true"},
     ),
     # ranks that differ: versions
     "torch": row(

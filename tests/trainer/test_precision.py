@@ -189,6 +189,68 @@ def test_loading_weights_alone_refreshes_the_main_weights(tmp_path):
         assert all(seen)
 
 
+class Clamp(Callback):
+    """Changes the module's weights, or those that the optimizer holds, as a user's callback may."""
+
+    def __init__(self, how):
+        self.how, self.expected = how, {}
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if batch_idx != 1:
+            return
+        for parameter in pl_module.parameters():
+            if self.how == "data":
+                parameter.data.clamp_(-0.01, 0.01)
+            elif self.how == "in place":
+                with torch.no_grad():
+                    parameter.clamp_(-0.01, 0.01)
+        with torch.no_grad():
+            for weight in trainer.optimizers[0].param_groups[0]["params"] if self.how == "optimizer" else ():
+                weight.clamp_(-0.01, 0.01)
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if batch_idx == 1:
+            weights = trainer.optimizers[0].param_groups[0]["params"]
+            self.largest = max(float(weight.detach().abs().max()) for weight in weights if weight.numel())
+
+
+class SlowGPT(GPT):
+    """Whose weights hardly move."""
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=1e-6)
+
+
+def edit_weights(sharded):
+    """The largest weight after a step that follows a clamp, and what a checkpoint holds of an edit at the end."""
+    found = []
+    for how in ("data", "in place", "optimizer", "none"):
+        seed_everything()
+        trainer = quiet_trainer(
+            PTDPStrategy(data_parallel_size=2, micro_batch_size=1, distributed_optimizer=sharded),
+            callbacks=[clamp := Clamp(how)],
+            plugins=[PTDPPrecision("bf16-true"), PoolEnvironment()],
+            use_distributed_sampler=False,
+        )
+        trainer.fit(module := SlowGPT(), datamodule=ReplicaBatches(BATCHES[:2]))
+        before = trainer.strategy.whole_state_dict()
+        with torch.no_grad():
+            module.norm.weight.data[3:5] = 0.5
+        after = trainer.strategy.whole_state_dict()
+        changed = {name: int((before[name] != after[name]).sum()) for name in after}
+        found.append((clamp.largest, sum(changed.values()), after and after["norm.weight"][3:5].tolist()))
+    return found
+
+
+@pytest.mark.parametrize("sharded", [False, True], ids=["", "sharded"])
+def test_main_weights_follow_what_is_done_to_the_modules_own(sharded):
+    ranks = run_spmd(edit_weights, world_size=2, timeout=60, sharded=sharded)
+    for how, seen in zip(("data", "in place", "optimizer", "none"), zip(*ranks, strict=True), strict=True):
+        for largest, _, _ in seen:
+            assert (largest < 0.011) == (how != "none")
+        assert seen[0][1:] == (2, [0.5, 0.5])
+
+
 class Summing(Callback):
     """Notes the finished gradient of one weight."""
 
