@@ -133,12 +133,16 @@ class Measures(L.Callback):
                 f"{trainer.world_size} ranks, {mine / 1e6:.0f} MB on rank 0, {self.options.rounds} rounds"
             )
             for name, pairs in seconds.items():
-                rates = [statistics.median(total / 1e6 / each[i] for each in pairs) for i in (0, 1)]
-                ratio = statistics.median(plain_s / ours_s for ours_s, plain_s in pairs)
                 print(
-                    f"{name}: {rates[0]:.0f} MB/s, the disk {rates[1]:.0f} MB/s, ratio {ratio:.2f}; "
-                    f"most memory beside the model on a rank: {peaks[name] / 1e6:.0f} MB"
+                    f"{name}: {_figures(pairs, total)}; most memory beside the model on a rank: {peaks[name] / 1e6:.0f} MB"
                 )
+
+
+def _figures(pairs: list[tuple[float, float]], total: int) -> str:
+    """pairs: seconds of ours and of plain files. total: bytes."""
+    rates = [statistics.median(total / 1e6 / each[i] for each in pairs) for i in (0, 1)]
+    ratio = statistics.median(plain_s / ours_s for ours_s, plain_s in pairs)
+    return f"{rates[0]:.0f} MB/s, the disk {rates[1]:.0f} MB/s, ratio {ratio:.2f}"
 
 
 def _forget(files: list[Path]) -> None:
