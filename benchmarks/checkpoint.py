@@ -133,9 +133,8 @@ class Measures(L.Callback):
                 f"{trainer.world_size} ranks, {mine / 1e6:.0f} MB on rank 0, {self.options.rounds} rounds"
             )
             for name, pairs in seconds.items():
-                print(
-                    f"{name}: {_figures(pairs, total)}; most memory beside the model on a rank: {peaks[name] / 1e6:.0f} MB"
-                )
+                peak = f"most memory beside the model on a rank: {peaks[name] / 1e6:.0f} MB"
+                print(f"{name}: {_figures(pairs, total)}; {peak}")
 
 
 def _figures(pairs: list[tuple[float, float]], total: int) -> str:
