@@ -3,7 +3,7 @@
 Set-up, in this order (the reverse fails: a twin would run parallel modules):
 
     find the blocks -> twins of the plain module -> own and hollow -> tensor-parallel plan on what is owned
-    -> move to the device -> optimizers on the whole tree -> gradient buffers
+    -> recomputation -> move to the device -> optimizers on the whole tree -> gradient buffers
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from lightning_ptdp.pipeline.partition import Partition
 from lightning_ptdp.pipeline.runtime import Runtime
 from lightning_ptdp.pipeline.skeleton import Skeleton, nothing
 from lightning_ptdp.pipeline.stage import StageWorker
+from lightning_ptdp.recompute import Beginning, Plan, Recomputation, install
 from lightning_ptdp.schedule import Action, Program, Span, choose, generate, lower
 from lightning_ptdp.tensor_parallel.agreement import disagreements
 from lightning_ptdp.tensor_parallel.convert import convert
@@ -131,6 +132,8 @@ class Engine:
         self._moving: MovingBuffers | None = None
         self._restore_batch_norms: Callable[[], None] | None = None
         self._shared: SharedGradients | None = None
+        self._beginnings: tuple[Beginning, ...] = ()
+        self._recomputation: Recomputation | None = None
         self._streams = RandomStreams(seed, device)
         self._messenger = Messenger(groups.pipeline, device)
         self._runtime = Runtime(self._messenger, groups.pipeline_ranks, groups.at.pipeline)
@@ -154,8 +157,18 @@ class Engine:
         if self.skeleton is None and partition is not None:
             self.skeleton = Skeleton(module, partition, self.stages, self.device)
         if self.groups.topology.tensor_parallel_size > 1:
-            convert(module, placement, self.groups.tensor, self.device, placement.sequence_blocks)
+            peers = convert(module, placement, self.groups.tensor, self.device, placement.sequence_blocks)
+            self._beginnings = (peers.moment,)
         self.placement = placement
+
+    def recompute(self, module: nn.Module, plan: Plan | None) -> None:
+        """Let the planned parts of what this rank owns recompute until `close`; after `set_up`. None: nothing does."""
+        if plan is not None:
+            self._recomputation = install(module, plan, self.stages, self.device, self._beginnings)
+
+    def remark_on_recomputation(self) -> str | None:
+        """What the first batch showed of it that a user should know, once."""
+        return None if self._recomputation is None else self._recomputation.remark()
 
     def whole(self) -> AbstractContextManager[None]:
         """Within, the module's parameters are those of the whole model, hollow ones included."""
@@ -275,6 +288,9 @@ class Engine:
         if self._restore_batch_norms is not None:
             self._restore_batch_norms()
             self._restore_batch_norms = None
+        if self._recomputation is not None:
+            self._recomputation.undo()
+            self._recomputation = None
 
     # -- a batch ---------------------------------------------------------------------------------------------------
 

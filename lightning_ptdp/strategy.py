@@ -103,6 +103,13 @@ class PTDPStrategy(ParallelStrategy):
         micro_batch_size: samples a microbatch; "auto" is the largest that gives 4 microbatches a pipeline rank.
         eval_micro_batch_size: samples a microbatch in evaluation; None runs each batch whole.
         schedule: "gpipe", "1f1b", "interleaved", or "auto".
+        recompute: what backward runs again instead of keeping it: "none", "full" for whole blocks, "selective" for
+            attention scores and what follows them up to the product with the values.
+        recompute_every: blocks of which "full" keeps one input.
+        recompute_layers: blocks of each stage that recompute, its first ones: one number for every stage, or p * v
+            numbers in stage order; None for all.
+        recompute_modules: name patterns of modules in the blocks that "selective" runs again; empty takes those called
+            `core_attention`, and elsewhere finds the scores.
         sequence_parallel: split activations between split layers along the sequence, for norms that the plan names.
         tensor_parallel_plan: name patterns to styles; None takes the module's own.
         pipeline_blocks: name of the list of blocks; None finds the `nn.ModuleList` that holds most parameters.
@@ -131,6 +138,9 @@ class PTDPStrategy(ParallelStrategy):
         eval_micro_batch_size: int | None = None,
         schedule: str = "auto",
         recompute: str = "none",
+        recompute_every: int = 1,
+        recompute_layers: int | Sequence[int] | None = None,
+        recompute_modules: Sequence[str] = (),
         sequence_parallel: bool = False,
         distributed_optimizer: bool = False,
         tensor_parallel_plan: Mapping[str, str] | None = None,
@@ -167,15 +177,16 @@ class PTDPStrategy(ParallelStrategy):
             schedule=schedule,
             sequence_parallel=sequence_parallel,
             pipeline_split=pipeline_split,
+            recompute=recompute,
+            recompute_every=recompute_every,
+            recompute_layers=recompute_layers,
+            recompute_modules=recompute_modules,
         )
         self._wishes = Wishes(tensor_parallel_plan, pipeline_blocks, first, last, shared)
         self.num_nodes = 1
         self._not_available = [
             f"{name}={value!r} is not available in this version; leave it out"
-            for name, value, default in (
-                ("recompute", recompute, "none"),
-                ("async_checkpoint", async_checkpoint, False),
-            )
+            for name, value, default in (("async_checkpoint", async_checkpoint, False),)
             if value != default
         ]
         self._save_distributed_checkpoint, self._async_checkpoint = save_distributed_checkpoint, async_checkpoint
@@ -382,6 +393,7 @@ class PTDPStrategy(ParallelStrategy):
         former = self._engine
         self._engine = Engine(self.config, self.groups, self.root_device, self._agreed_seed())
         self._engine.set_up(module, layout.partition, layout.placement)
+        self._engine.recompute(module, layout.recompute)
         if former is not None and not fits:
             self._engine.mains = former.mains  # of the optimizers of an earlier fit
         self.model_to_device()
@@ -578,6 +590,9 @@ class PTDPStrategy(ParallelStrategy):
             loss_dtype=self.precision.loss_dtype,
             loss_scale=self.precision.scale,
         )
+        remark = self.engine.remark_on_recomputation()
+        if remark is not None:
+            rank_zero_info(remark)
         if watches:
             self.engine.refuse_nonfinite(None if self.precision.loss_scale is None else self.precision.scale)
         if output is None and not self._blocks_sync:  # a skipped batch has no backward, and may end a window

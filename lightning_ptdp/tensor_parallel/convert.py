@@ -16,23 +16,25 @@ from lightning_ptdp.tensor_parallel.peers import Peers
 from lightning_ptdp.tensor_parallel.placement import Placement, is_transposed, rotary_width
 from lightning_ptdp.tensor_parallel.random import SplitRegion
 
-_CONVERTED = "_ptdp_is_parallel"
+_PEERS = "_ptdp_peers"
 
 
 def convert(
     module: nn.Module, placement: Placement, group: ProcessGroup, device: torch.device, blocks: str | None = None
-) -> None:
+) -> Peers:
     """Turn the owned part of a module into this rank's shard of it.
 
     Parameters stay the same objects under the same names, so that optimizers, tied weights and state dicts keep them.
     Modules without registered parameters of their own (hollow ones) are left alone. A second call does nothing.
 
     device: where the rank computes. blocks: name of the list of blocks that run on parts of the sequence, if any do.
+
+    Returns what the parallel forwards share.
     """
-    if module.__dict__.get(_CONVERTED):
-        return
-    module.__dict__[_CONVERTED] = True
-    peers = Peers(group, SplitRegion(group.rank(), device))
+    known: Peers | None = module.__dict__.get(_PEERS)
+    if known is not None:
+        return known
+    peers = module.__dict__[_PEERS] = Peers(group, SplitRegion(group.rank(), device))
     owned = dict(module.named_parameters(remove_duplicate=False))
     widths = {name: tuple(parameter.shape) for name, parameter in owned.items()}
     _cut(owned, placement, peers)
@@ -50,6 +52,7 @@ def convert(
         path, _, leaf = name.rpartition(".")
         holder = module.get_submodule(path)
         setattr(holder, leaf, getattr(holder, leaf) // peers.size)
+    return peers
 
 
 def _split_sequence(module: nn.Module, blocks: str, peers: Peers) -> None:

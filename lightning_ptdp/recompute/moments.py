@@ -1,0 +1,239 @@
+"""What a forward starts from, besides its inputs: the second one starts there too, and leaves no trace.
+
+first forward    begin: note     run     end: forget what did not change
+second forward   go back to what was noted, run, and return to where things stood
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any, Protocol
+
+import numpy
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from lightning_ptdp.tensor_parallel.random import generators
+
+_running = threading.local()
+_CONTAINERS = (list, dict, set, deque)
+_FRAMEWORKS = frozenset(vars(nn.Module()))
+_ABSENT = object()
+
+
+class Moment(Protocol):
+    """Where something stood when a forward began."""
+
+    def end(self) -> None:
+        """The forward is over: forget what it did not change."""
+
+    def again(self) -> AbstractContextManager[None]:
+        """Within, it stands there again; afterwards where it stood before."""
+
+
+Beginning = Callable[[], Moment]
+"""Notes where something stands."""
+
+
+def is_recomputing() -> bool:
+    """Whether this thread is in a second forward, whose side effects were had before."""
+    return getattr(_running, "depth", 0) > 0
+
+
+class First:
+    """Around a first forward."""
+
+    def __init__(self, moments: Sequence[Moment]) -> None:
+        self._moments = moments
+
+    def __enter__(self) -> None:
+        """Moments were noted before."""
+
+    def __exit__(self, *_: object) -> None:
+        for moment in self._moments:
+            moment.end()
+
+
+class Again:
+    """Around a second forward; a graph that is kept has several."""
+
+    def __init__(self, moments: Sequence[Moment]) -> None:
+        self._moments = moments
+        self._stacks: list[ExitStack] = []
+
+    def __enter__(self) -> None:
+        stack = ExitStack()
+        self._stacks.append(stack)
+        for moment in self._moments:
+            stack.enter_context(moment.again())
+        _running.depth = getattr(_running, "depth", 0) + 1
+
+    def __exit__(self, *_: object) -> None:
+        _running.depth -= 1
+        self._stacks.pop().close()
+
+
+class Draws:
+    """PyTorch's default generators, of those that the forward drew from."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._states = {generator: generator.get_state() for generator in generators(device)}
+
+    def end(self) -> None:
+        """Keep no state that was not moved: it is 5 kB on a CPU."""
+        self._states = {g: state for g, state in self._states.items() if not torch.equal(state, g.get_state())}
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Draw the same again."""
+        present = [(generator, generator.get_state()) for generator in self._states]
+        for generator, state in self._states.items():
+            generator.set_state(state)
+        try:
+            yield
+        finally:
+            for generator, state in present:
+                generator.set_state(state)
+
+
+class HostDraws:
+    """Makes moments of Python's and NumPy's generators, whose states take longer to read than a small layer to run.
+
+    Blocks seldom draw from them: they are followed where the first forward of all did.
+    """
+
+    def __init__(self) -> None:
+        self._draws: bool | None = None
+
+    def begin(self) -> Moment:
+        """Note where they stand, if that may matter."""
+        return _NoMoment() if self._draws is False else _HostMoment(self)
+
+    def tell(self, *, draws: bool) -> None:
+        """Whether a forward drew from them."""
+        self._draws = self._draws or draws
+
+
+class _HostMoment:
+    def __init__(self, owner: HostDraws) -> None:
+        self._owner, self._state = owner, _host_state()
+
+    def end(self) -> None:
+        python, numpys = _host_state()
+        self._owner.tell(
+            draws=python != self._state[0]
+            or any(not numpy.array_equal(a, b) for a, b in zip(numpys, self._state[1], strict=True))
+        )
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        present = _host_state()
+        _set_host_state(self._state)
+        try:
+            yield
+        finally:
+            _set_host_state(present)
+
+
+class _NoMoment:
+    def end(self) -> None:
+        pass
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        yield
+
+
+def _host_state() -> tuple[Any, Any]:
+    return random.getstate(), numpy.random.get_state()
+
+
+def _set_host_state(state: tuple[Any, Any]) -> None:
+    random.setstate(state[0])
+    numpy.random.set_state(state[1])
+
+
+class ModuleState:
+    """Buffers and plain attributes of modules, such as running statistics and counters.
+
+    The second forward begins with those that the first one found, and works on copies.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._modules = modules
+        self._noted = [_Note(store, owner) for owner in modules for store in (owner._buffers, vars(owner))]
+
+    def end(self) -> None:
+        """Keep what changed."""
+        for note in self._noted:
+            note.end()
+        self._noted = [note for note in self._noted if note.values]
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Put the noted values in place, and afterwards the present ones."""
+        present = [(store, dict(store)) for owner in self._modules for store in (owner._buffers, vars(owner))]
+        for owner in self._modules:
+            owner._buffers.update({name: _copied(buffer) for name, buffer in owner._buffers.items()})
+        for note in self._noted:
+            note.put_back()
+        try:
+            yield
+        finally:
+            for store, values in present:
+                for name in store.keys() - values.keys():
+                    del store[name]
+                store.update((name, value) for name, value in values.items() if store.get(name) is not value)
+
+
+class _Note:
+    """The values under names of one store: a module's buffers, or its attributes."""
+
+    def __init__(self, store: dict[str, Any], owner: nn.Module) -> None:
+        self._store, self._owner = store, owner
+        self._is_buffers = store is owner._buffers
+        found = {name: value for name, value in store.items() if self._is_buffers or name not in _FRAMEWORKS}
+        self._found = {name: (value, _copied(value), _mark(value)) for name, value in found.items()}
+        self.values: dict[str, Any] = {}
+
+    def end(self) -> None:
+        store = self._store
+        changed = {
+            name: copy
+            for name, (value, copy, mark) in self._found.items()
+            if store.get(name, _ABSENT) is not value or _mark(value) != mark
+        }
+        is_norm = isinstance(self._owner, _NormBase) and self._owner.training  # edits statistics without telling
+        if self._is_buffers and (changed or is_norm):
+            changed = {name: copy for name, (_, copy, _) in self._found.items()}
+        if not self._is_buffers:
+            changed |= dict.fromkeys(store.keys() - self._found.keys() - _FRAMEWORKS, _ABSENT)
+        self.values, self._found = changed, {}
+
+    def put_back(self) -> None:
+        for name, value in self.values.items():
+            if value is _ABSENT:
+                self._store.pop(name, None)
+            else:
+                self._store[name] = _copied(value)
+
+
+def _copied(value: Any) -> Any:
+    """What a forward may edit in place: a copy of it. Anything else is itself."""
+    if isinstance(value, Tensor):
+        return value if value.requires_grad else value.clone()
+    return value.copy() if type(value) in _CONTAINERS else value
+
+
+def _mark(value: Any) -> Any:
+    """Differs where a value was edited in place."""
+    if isinstance(value, Tensor):
+        return None if value.is_inference() else value._version
+    if type(value) is dict:
+        return [(id(key), id(item)) for key, item in value.items()]
+    return [id(item) for item in value] if type(value) in _CONTAINERS else None
