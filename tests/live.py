@@ -1,6 +1,5 @@
 """Memory of activations, by what is alive: it sees what saved-tensor hooks cannot, which do not nest."""
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -10,23 +9,38 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class LiveStorages(TorchDispatchMode):
-    """Follows every storage that operations make within."""
+    """Follows every storage that operations make within. peak: bytes alive, at most, when it was left."""
 
     def __init__(self) -> None:
         super().__init__()
         self._made: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._numel: dict[int, int] = {}
+        self.peak = 0
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self.peak = max(self.peak, self.nbytes())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
-        given = {id(leaf) for leaf in pytree.tree_leaves((args, kwargs))}
+        given = {_key(leaf) for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
         for leaf in pytree.tree_leaves(output):
-            if isinstance(leaf, torch.Tensor) and id(leaf) not in given:
+            if isinstance(leaf, torch.Tensor) and _key(leaf) not in given:
                 storage = leaf.untyped_storage()
                 reference = StorageWeakRef(storage)
                 self._made.setdefault(reference.cdata, (reference, storage.nbytes()))
+                self._numel.setdefault(reference.cdata, storage.nbytes() // leaf.element_size())
         return output
 
-    def nbytes(self, *, without: Iterable[torch.Tensor] = ()) -> int:
-        """Of all that are alive, but for the storages of some tensors."""
-        left_out = {StorageWeakRef(tensor.untyped_storage()).cdata for tensor in without}
-        return sum(n for key, (reference, n) in self._made.items() if not reference.expired() and key not in left_out)
+    def nbytes(self) -> int:
+        """Of all that are alive."""
+        return sum(n for reference, n in self._made.values() if not reference.expired())
+
+    def largest(self) -> int:
+        """Elements of the largest tensor that made a storage that is alive."""
+        return max(self._numel[key] for key, (reference, _) in self._made.items() if not reference.expired())
+
+
+def _key(tensor: torch.Tensor) -> int:
+    number: int = StorageWeakRef(tensor.untyped_storage()).cdata
+    return number

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_ptdp.recompute.moments import Beginning, Draws, HostDraws, ModuleState
+from lightning_ptdp.recompute.moments import Beginning, DefaultDtype, Draws, HostDraws, ModuleState
 from lightning_ptdp.recompute.plan import Plan
 from lightning_ptdp.recompute.scores import Scores
 from lightning_ptdp.recompute.whole import Group, Whole
@@ -54,7 +54,7 @@ def install(
     and generators.
     """
     host = HostDraws()
-    everywhere = [lambda: Draws(device), host.begin, *beginnings]
+    everywhere: list[Beginning] = [DefaultDtype, lambda: Draws(device), host.begin, *beginnings]
     undos: list[Callable[[], None]] = []
     scores: list[Scores] = []
 

@@ -78,6 +78,26 @@ class Again:
         self._stacks.pop().close()
 
 
+class DefaultDtype:
+    """Of new tensors: a step in 16 or 64 bits changes it, and its backward runs outside."""
+
+    def __init__(self) -> None:
+        self._dtype = torch.get_default_dtype()
+
+    def end(self) -> None:
+        """It is needed again."""
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Make tensors as in the first forward."""
+        present = torch.get_default_dtype()
+        torch.set_default_dtype(self._dtype)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(present)
+
+
 class Draws:
     """PyTorch's default generators, of those that the forward drew from."""
 

@@ -63,7 +63,7 @@ class _Kept:
         Raises:
             RuntimeError: it was edited since.
         """
-        if self.tensor._version != self.version:
+        if _version(self.tensor) != self.version:
             raise RuntimeError(
                 "recompute='selective' computes attention scores again from queries, keys and masks, and one of "
                 f"shape {tuple(self.tensor.shape)} was edited in place after the scores were computed; edit a copy, "
@@ -187,7 +187,7 @@ class ScoreTape(TorchDispatchMode):
             yield
 
     def _pack(self, tensor: Tensor) -> _Saved:
-        storage = StorageWeakRef(tensor.untyped_storage()).cdata if self._made else 0
+        storage = _storage(tensor) if self._made else 0
         operation = self._made.get(storage)
         if operation is None:
             return _Saved(tensor, None)
@@ -217,7 +217,7 @@ class ScoreTape(TorchDispatchMode):
             if not isinstance(leaf, Tensor)
             else _View.of(leaf, storage)
             if storage in self._made and not is_product
-            else _Kept(leaf.detach(), leaf._version)
+            else _Kept(leaf, _version(leaf))
             for leaf, storage in zip(leaves, storages, strict=True)
         ]
         states = self._states(func, leaves)
@@ -276,6 +276,11 @@ class ScoreTape(TorchDispatchMode):
             return []
         given = [leaf for leaf in leaves if isinstance(leaf, torch.Generator)]
         return [(generator, generator.get_state()) for generator in (given or self._generators)]
+
+
+def _version(tensor: Tensor) -> int:
+    """How often it was edited; tensors of inference do not count."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def _storage(tensor: Tensor) -> int:
