@@ -198,9 +198,11 @@ def recompute_every(num_layers: int, input_bytes: float, intermediate_bytes: flo
     num_layers: blocks of the stage (l). input_bytes: of a block's input (A_input). intermediate_bytes: what a block
     saves for backward (A_intermediate).
     """
-    near = math.sqrt(num_layers * input_bytes / intermediate_bytes)
-    choices = {min(max(1, k), num_layers) for k in (math.floor(near), math.ceil(near))}
-    return min(choices, key=lambda k: (math.ceil(num_layers / k) * input_bytes + k * intermediate_bytes, k))
+
+    def needed(k: int) -> float:
+        return math.ceil(num_layers / k) * input_bytes + k * intermediate_bytes
+
+    return min(range(1, num_layers + 1), key=needed)
 
 
 def _size(requested: int | Auto, automatic: int) -> int:

@@ -572,7 +572,9 @@ class PTDPStrategy(ParallelStrategy):
             self._unchecked -= 1
             self.steps.check_same(batch_of(args, kwargs))
         if not module.automatic_optimization:
-            return self.steps.train_manually(context, args, kwargs, number=loop.total_batch_idx)
+            output = self.steps.train_manually(context, args, kwargs, number=loop.total_batch_idx)
+            self._remark_on_recomputation()
+            return output
         is_first = loop.batch_idx % accumulate == 0
         self.engine.agree(self._follow_what_trains(is_first))
         watches = self._detect_nonfinite if self.precision.loss_scale is None else self.precision.is_in_trouble
@@ -590,14 +592,17 @@ class PTDPStrategy(ParallelStrategy):
             loss_dtype=self.precision.loss_dtype,
             loss_scale=self.precision.scale,
         )
-        remark = self.engine.remark_on_recomputation()
-        if remark is not None:
-            rank_zero_info(remark)
+        self._remark_on_recomputation()
         if watches:
             self.engine.refuse_nonfinite(None if self.precision.loss_scale is None else self.precision.scale)
         if output is None and not self._blocks_sync:  # a skipped batch has no backward, and may end a window
             self.engine.reduce_gradients()
         return output
+
+    def _remark_on_recomputation(self) -> None:
+        remark = self.engine.remark_on_recomputation()
+        if remark is not None:
+            rank_zero_info(remark)
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Publish the gradients that the schedule left, once the window is complete."""

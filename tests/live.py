@@ -14,7 +14,7 @@ class LiveStorages(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self._made: dict[int, tuple[StorageWeakRef, int]] = {}
-        self._numel: dict[int, int] = {}
+        self._sizes: dict[int, torch.Size] = {}
         self.peak = 0
 
     def __exit__(self, *error: Any) -> None:
@@ -29,16 +29,23 @@ class LiveStorages(TorchDispatchMode):
                 storage = leaf.untyped_storage()
                 reference = StorageWeakRef(storage)
                 self._made.setdefault(reference.cdata, (reference, storage.nbytes()))
-                self._numel.setdefault(reference.cdata, storage.nbytes() // leaf.element_size())
+                self._sizes.setdefault(reference.cdata, leaf.shape)
         return output
 
     def nbytes(self) -> int:
         """Of all that are alive."""
         return sum(n for reference, n in self._made.values() if not reference.expired())
 
-    def largest(self) -> int:
-        """Elements of the largest tensor that made a storage that is alive."""
-        return max(self._numel[key] for key, (reference, _) in self._made.items() if not reference.expired())
+    def largest(self, shape: tuple[int, ...] = ()) -> int:
+        """Elements of the largest tensor that made a storage that is alive, of those whose last dims are `shape`."""
+        return max(
+            (
+                size.numel()
+                for key, size in self._sizes.items()
+                if not self._made[key][0].expired() and size[len(size) - len(shape) :] == shape
+            ),
+            default=0,
+        )
 
 
 def _key(tensor: torch.Tensor) -> int:

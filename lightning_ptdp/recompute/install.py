@@ -29,8 +29,11 @@ class Recomputation:
 
         Blocks that ran no forward yet say nothing.
         """
-        ran, self._scores = [each.num_spans for each in self._scores if each.num_spans is not None], ()
-        if not ran or any(ran):
+        ran = [each.num_spans for each in self._scores if each.num_spans is not None]
+        if not ran:
+            return None
+        self._scores = ()
+        if any(ran):
             return None
         return (
             "recompute='selective' has nothing to recompute: no block keeps attention scores "

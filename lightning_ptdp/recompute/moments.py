@@ -6,6 +6,7 @@ second forward   go back to what was noted, run, and return to where things stoo
 
 from __future__ import annotations
 
+import operator
 import random
 import threading
 from collections import deque
@@ -186,61 +187,72 @@ class ModuleState:
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._modules = modules
-        self._noted = [_Note(store, owner) for owner in modules for store in (owner._buffers, vars(owner))]
+        self._notes = [_Note(store, owner) for owner in modules for store in _stores(owner)]
 
     def end(self) -> None:
         """Keep what changed."""
-        for note in self._noted:
+        for note in self._notes:
             note.end()
-        self._noted = [note for note in self._noted if note.values]
+        self._notes = [note for note in self._notes if note.changed]
 
     @contextmanager
     def again(self) -> Iterator[None]:
         """Put the noted values in place, and afterwards the present ones."""
-        present = [(store, dict(store)) for owner in self._modules for store in (owner._buffers, vars(owner))]
+        present = [(store, dict(store)) for owner in self._modules for store in _stores(owner)]
         for owner in self._modules:
             owner._buffers.update({name: _copied(buffer) for name, buffer in owner._buffers.items()})
-        for note in self._noted:
+        for note in self._notes:
             note.put_back()
         try:
             yield
         finally:
             for store, values in present:
-                for name in store.keys() - values.keys():
-                    del store[name]
-                store.update((name, value) for name, value in values.items() if store.get(name) is not value)
+                if not _are_same(store, values):
+                    store.clear()
+                    store.update(values)
+
+
+def _stores(owner: nn.Module) -> list[dict[str, Any]]:
+    """Where a module holds buffers and attributes."""
+    return [owner._buffers, vars(owner)] if owner._buffers else [vars(owner)]
 
 
 class _Note:
-    """The values under names of one store: a module's buffers, or its attributes."""
+    """The values of one store. changed: those that the forward found in what it then replaced or edited."""
 
     def __init__(self, store: dict[str, Any], owner: nn.Module) -> None:
-        self._store, self._owner = store, owner
-        self._is_buffers = store is owner._buffers
-        found = {name: value for name, value in store.items() if self._is_buffers or name not in _FRAMEWORKS}
-        self._found = {name: (value, _copied(value), _mark(value)) for name, value in found.items()}
-        self.values: dict[str, Any] = {}
+        self._store, self._before = store, dict(store)
+        self._is_norm = store is owner._buffers and isinstance(owner, _NormBase) and owner.training
+        self._editable = {
+            name: (_copied(value), _mark(value))
+            for name in store.keys() - _FRAMEWORKS
+            if isinstance(value := store[name], Tensor) or type(value) in _CONTAINERS
+        }
+        self.changed: dict[str, Any] = {}
 
     def end(self) -> None:
-        store = self._store
-        changed = {
-            name: copy
-            for name, (value, copy, mark) in self._found.items()
-            if store.get(name, _ABSENT) is not value or _mark(value) != mark
-        }
-        is_norm = isinstance(self._owner, _NormBase) and self._owner.training  # edits statistics without telling
-        if self._is_buffers and (changed or is_norm):
-            changed = {name: copy for name, (_, copy, _) in self._found.items()}
-        if not self._is_buffers:
-            changed |= dict.fromkeys(store.keys() - self._found.keys() - _FRAMEWORKS, _ABSENT)
-        self.values, self._found = changed, {}
+        store, before = self._store, self._before
+        copies = {name: copy for name, (copy, _) in self._editable.items()}
+        if self._is_norm:  # edits its statistics without a trace
+            self.changed = copies
+        else:
+            self.changed = {n: copies[n] for n, (_, mark) in self._editable.items() if _mark(before[n]) != mark}
+        if not _are_same(store, before):
+            self.changed |= {n: copies.get(n, v) for n, v in before.items() if store.get(n, _ABSENT) is not v}
+            self.changed |= dict.fromkeys(store.keys() - before.keys(), _ABSENT)
+        self._before, self._editable = {}, {}
 
     def put_back(self) -> None:
-        for name, value in self.values.items():
+        for name, value in self.changed.items():
             if value is _ABSENT:
                 self._store.pop(name, None)
             else:
                 self._store[name] = _copied(value)
+
+
+def _are_same(store: dict[str, Any], values: dict[str, Any]) -> bool:
+    """Whether a store holds the same objects under the same names, in order."""
+    return list(store) == list(values) and all(map(operator.is_, store.values(), values.values()))
 
 
 def _copied(value: Any) -> Any:
@@ -254,6 +266,4 @@ def _mark(value: Any) -> Any:
     """Differs where a value was edited in place."""
     if isinstance(value, Tensor):
         return None if value.is_inference() else value._version
-    if type(value) is dict:
-        return [(id(key), id(item)) for key, item in value.items()]
-    return [id(item) for item in value] if type(value) in _CONTAINERS else None
+    return [*map(id, value), *map(id, value.values())] if type(value) is dict else [*map(id, value)]

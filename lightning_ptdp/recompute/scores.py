@@ -204,14 +204,15 @@ class ScoreTape(TorchDispatchMode):
         is_product = func in _PRODUCTS
         if not self._made and not is_product:
             return func(*args, **kwargs)
-        leaves, structure = pytree.tree_flatten((args, kwargs))
-        storages = [_storage(leaf) if isinstance(leaf, Tensor) else 0 for leaf in leaves]
-        reads = [self._made[storage] for storage in dict.fromkeys(storages) if storage in self._made]
+        given = {_storage(tensor) for tensor in _tensors(args, kwargs)}
+        reads = [self._made[storage] for storage in given if storage in self._made]
         if is_product and any(operation.comes_from_softmax for operation in reads):
             self._close([operation for operation in reads if operation.comes_from_softmax])
             return func(*args, **kwargs)
         if not is_product and not reads:
             return func(*args, **kwargs)
+        leaves, structure = pytree.tree_flatten((args, kwargs))
+        storages = [_storage(leaf) if isinstance(leaf, Tensor) else 0 for leaf in leaves]
         arguments = [
             leaf
             if not isinstance(leaf, Tensor)
@@ -231,7 +232,7 @@ class ScoreTape(TorchDispatchMode):
             comes or (not is_product and any(o.comes_from_softmax for o in reads)),
         )
         output = func(*args, **kwargs)
-        self._note(operation, output, set(storages), _written(func, args, kwargs))
+        self._note(operation, output, given, _written(func, args, kwargs))
         return output
 
     def _note(self, operation: _Operation, output: Any, given: set[int], written: Sequence[Tensor]) -> None:
@@ -276,6 +277,15 @@ class ScoreTape(TorchDispatchMode):
             return []
         given = [leaf for leaf in leaves if isinstance(leaf, torch.Generator)]
         return [(generator, generator.get_state()) for generator in (given or self._generators)]
+
+
+def _tensors(args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[Tensor]:
+    """The tensors among an operation's arguments, lists of them included."""
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from (item for item in value if isinstance(item, Tensor))
 
 
 def _version(tensor: Tensor) -> int:

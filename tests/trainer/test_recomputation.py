@@ -4,6 +4,7 @@ import math
 import random
 import warnings
 from functools import partial
+from unittest.mock import patch
 
 import lightning.pytorch as pl
 import numpy
@@ -117,8 +118,8 @@ class Kind(Net):
     def __init__(self, block, *, num_layers=4, **options):
         super().__init__(num_layers=0)
         self.blocks = nn.ModuleList(block(4, **options) for _ in range(num_layers))
-        for block in self.blocks:
-            block.owner = Kept(self)  # no child of the block
+        for member in self.blocks:
+            member.owner = Kept(self)  # no child of the block
         self.seen = Kept([])
 
     def on_train_batch_end(self, outputs, batch, batch_idx):
@@ -293,8 +294,23 @@ class Between(Kind):
         x = self.embed(x)
         for i, block in enumerate(self.blocks):
             x = block(x)
-            x = x * 2 if i == 0 else x.add_(1) if i == 1 else x
+            x = x * 2 if i == 0 else x.add_(1) if i == 2 else x
         return self.head(x)[:, 0]
+
+
+class Manual(Kind):
+    """Goes back twice through one graph, and steps by hand."""
+
+    def __init__(self):
+        super().__init__(Plain)
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        loss, optimizer = self.loss(batch), self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(loss, retain_graph=True)
+        self.manual_backward(loss * 0.5)
+        optimizer.step()
 
 
 def modes_of(kinds, modes, strategy, trainer):
@@ -326,5 +342,21 @@ def assert_kinds_agree(found):
 )
 def test_every_kind_of_block_has_the_bits_of_no_recomputation(strategy):
     world_size = strategy.get("pipeline_parallel_size", 1)
-    for found in run_spmd(modes_of, world_size, kinds=MAKES, modes=MODES, strategy=strategy, trainer={}):
+    kinds = MAKES | ({"manual optimization": Manual} if strategy["micro_batch_size"] == 6 else {})
+    for found in run_spmd(modes_of, world_size, kinds=kinds, modes=MODES, strategy=strategy, trainer={}):
         assert_kinds_agree(found)
+
+
+def test_attention_that_keeps_no_scores_is_told_once():
+    told = run_spmd(remarks, world_size=2, make=partial(GPT, num_layers=2))
+    assert [len(texts) for texts in told] == [1, 1]
+    assert "recompute='selective' has nothing to recompute" in told[0][0]
+    assert run_spmd(remarks, world_size=2, make=partial(MeasuredGPT, num_layers=2)) == [[], []]
+
+
+def remarks(make):
+    """What the strategy said on this rank of recomputation, where rank 0 is the one to print it."""
+    with patch("lightning_ptdp.strategy.rank_zero_info") as said:
+        strategy = {"pipeline_parallel_size": 2, "recompute": "selective"}
+        fit(make, [texts(2, seed=i) for i in range(2)], strategy, {"max_epochs": 2})
+    return [call.args[0] for call in said.call_args_list if call.args[0].startswith("recompute=")]
