@@ -165,12 +165,7 @@ def _recomputation(
     if config.recompute == "none" or config.recompute_faults():
         return None, []
     try:
-        if cut is None:
-            path = find_blocks(module, wishes.blocks)
-            stages = [[f"{path}.{name}" for name, _ in module.get_submodule(path).named_children()]]
-        else:
-            names = [f"{cut.blocks}.{name}" for name in cut.block_names]
-            stages = [names[low:high] for low, high in pairwise(cut.bounds)]
+        stages = _blocks_of_stages(module, config, cut, wishes)
         found = plan_recomputation(
             module,
             stages,
@@ -182,6 +177,22 @@ def _recomputation(
     except ValueError as error:
         return None, [str(error)]
     return found, []
+
+
+def _blocks_of_stages(
+    module: nn.Module, config: ParallelConfig, cut: Partition | None, wishes: Wishes
+) -> list[list[str]]:
+    if cut is not None:
+        names = [f"{cut.blocks}.{name}" for name in cut.block_names]
+        return [names[low:high] for low, high in pairwise(cut.bounds)]
+    try:
+        path = find_blocks(module, wishes.blocks)
+    except ValueError as error:
+        raise ValueError(
+            f"recompute={config.recompute!r} runs a list of blocks again, and none was found; put the layers into an "
+            f"nn.ModuleList, name it by pipeline_blocks=, or use recompute='none' ({error})"
+        ) from None
+    return [[f"{path}.{name}" for name, _ in module.get_submodule(path).named_children()]]
 
 
 def _was_split(known: Layout, topology: Topology, stages: int) -> str:

@@ -483,7 +483,10 @@ CONFIGURATIONS: dict[str, Broken] = {
         recompute_modules=["blocks.*.core"],
     ),
     "recomputation without blocks": row(
-        "holds no nn.ModuleList", "pipeline_parallel_size=1", make=edited(without_a_list), recompute="full"
+        "recompute='full' runs a list of blocks again, and none was found",
+        "use recompute='none'",
+        make=edited(without_a_list),
+        recompute="full",
     ),
     "background saves": row("async_checkpoint=True is not available", "leave it out", async_checkpoint=True),
     # callbacks
