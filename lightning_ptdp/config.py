@@ -6,6 +6,7 @@ of processes. Faults are collected, never raised one by one: a user sees every w
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -13,6 +14,8 @@ from typing import Literal
 from lightning_ptdp.topology import Topology
 
 Auto = Literal["auto"]
+
+RECOMPUTE = ("none", "full", "selective")
 
 
 def divisors(number: int) -> list[int]:
@@ -33,6 +36,10 @@ class ParallelConfig:
     schedule: "auto", or a name of `lightning_ptdp.schedule.SCHEDULES`.
     pipeline_split: blocks a stage, in stage order, p * v numbers; None balances by cost.
     init: "plain" builds the whole module on every host, "by_operation" only what a rank owns of it.
+    recompute: what backward runs again: "none", "full" for whole blocks, "selective" for attention scores.
+    recompute_every: blocks of which "full" keeps one input.
+    recompute_layers: blocks a stage that recompute, its first ones: one number, or p * v in stage order; None for all.
+    recompute_modules: name patterns of modules in the blocks that "selective" runs again, instead of finding scores.
     """
 
     tensor_parallel_size: int | Auto = "auto"
@@ -45,6 +52,10 @@ class ParallelConfig:
     sequence_parallel: bool = False
     pipeline_split: Sequence[int] | None = None
     init: str = "plain"
+    recompute: str = "none"
+    recompute_every: int = 1
+    recompute_layers: int | Sequence[int] | None = None
+    recompute_modules: Sequence[str] = ()
 
     def faults(self, schedules: Sequence[str]) -> list[str]:
         """Every setting that is wrong whatever the number of processes, a sentence each."""
@@ -57,6 +68,7 @@ class ParallelConfig:
         found += _choice_fault("init", self.init, ("plain", "by_operation"))
         found += _flag_fault("sequence_parallel", self.sequence_parallel)
         found += self.split_faults()
+        found += self.recompute_faults()
         if found:
             return found
         if self.virtual_pipeline_size > 1 and self.pipeline_parallel_size == 1:
@@ -93,6 +105,50 @@ class ParallelConfig:
                     f"{self.virtual_pipeline_size} = {stages} stages; got {len(split)}: {split}"
                 ]
         return []
+
+    def recompute_faults(self) -> list[str]:
+        """What is wrong with the settings of recomputation by themselves, a sentence each."""
+        found = _choice_fault("recompute", self.recompute, RECOMPUTE)
+        found += _count_fault("recompute_every", self.recompute_every)
+        if not _are_block_counts(self.recompute_layers):
+            found.append(
+                "recompute_layers must be the blocks that each stage recomputes, one whole number of at least 0 or a "
+                f"list of p * v, or None for all; got {self.recompute_layers!r}"
+            )
+        names: object = self.recompute_modules
+        if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
+            found.append(
+                f"recompute_modules must be a list of name patterns of modules; got {names!r}; use ['blocks.*.attend']"
+            )
+        return found or self._recompute_conflicts()
+
+    def _recompute_conflicts(self) -> list[str]:
+        found = []
+        layers = self.recompute_layers
+        sizes = self.pipeline_parallel_size, self.virtual_pipeline_size
+        if isinstance(layers, Sequence) and all(isinstance(size, int) for size in sizes):
+            stages = self.pipeline_parallel_size * self.virtual_pipeline_size
+            if len(layers) != stages:
+                found.append(
+                    f"recompute_layers needs a number for each of the p * v = {self.pipeline_parallel_size} * "
+                    f"{self.virtual_pipeline_size} = {stages} stages; got {len(layers)}: {list(layers)}"
+                )
+        if self.recompute == "none" and layers is not None:
+            found.append(
+                f"recompute_layers={layers!r} says where to recompute, and recompute='none'; use recompute='full' or "
+                "'selective', or leave it out"
+            )
+        if self.recompute != "full" and self.recompute_every != 1:
+            found.append(
+                f"recompute_every={self.recompute_every} groups blocks that are recomputed whole, and "
+                f"recompute={self.recompute!r}; use recompute='full', or leave it out"
+            )
+        if self.recompute != "selective" and self.recompute_modules:
+            found.append(
+                f"recompute_modules={list(self.recompute_modules)} are what 'selective' recomputes, and "
+                f"recompute={self.recompute!r}; use recompute='selective', or leave them out"
+            )
+        return found
 
     def resolve(self, world_size: int, model_parallel: tuple[int, int] = (1, 1)) -> tuple[Topology, list[str]]:
         """Fill in the automatic sizes for `world_size` processes.
@@ -135,6 +191,23 @@ def micro_batch_size(requested: int | Auto, batch_size: int, pipeline_parallel_s
     return max(1, batch_size // (4 * pipeline_parallel_size))
 
 
+def recompute_every(num_layers: int, input_bytes: float, intermediate_bytes: float) -> int:
+    """The `recompute_every` that needs least memory for the activations of one microbatch on a stage.
+
+    With k blocks a group a stage keeps ceil(l / k) * A_input, and while one group is run again k * A_intermediate. The
+    least is near k = sqrt(l * A_input / A_intermediate), which is c = l / k = sqrt(l * A_intermediate / A_input)
+    checkpoints (SC'21 section 3.5). Several microbatches in flight multiply A_input.
+
+    num_layers: blocks of the stage (l). input_bytes: of a block's input (A_input). intermediate_bytes: what a block
+    saves for backward (A_intermediate).
+    """
+
+    def needed(k: int) -> float:
+        return math.ceil(num_layers / k) * input_bytes + k * intermediate_bytes
+
+    return min(range(1, num_layers + 1), key=needed)
+
+
 def _size(requested: int | Auto, automatic: int) -> int:
     """A size to go on with: one that is no size at all is a fault of its own."""
     if requested == "auto":
@@ -147,6 +220,12 @@ def _count_fault(name: str, value: object, allowed: object = 1) -> list[str]:
         return []
     also = "" if allowed == 1 else f" or {allowed!r}"
     return [f"{name} must be a whole number of at least 1{also}; got {value!r}"]
+
+
+def _are_block_counts(value: object) -> bool:
+    """Whether a value is None, a number of blocks, or a list of such numbers."""
+    counts = value if isinstance(value, list | tuple) else [] if value is None else [value]
+    return all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in counts)
 
 
 def _choice_fault(name: str, value: object, choices: Sequence[str]) -> list[str]:

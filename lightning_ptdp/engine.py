@@ -3,8 +3,8 @@
 Set-up, in this order (the reverse fails: a twin would run parallel modules):
 
     find the blocks -> twins of the plain module -> own and hollow -> tensor-parallel plan on what is owned
-    -> values of what is owned, if they were put off -> move to the device -> optimizers on the whole tree
-    -> gradient buffers
+    -> values of what is owned, if they were put off -> recomputation -> move to the device -> optimizers on the whole
+    tree -> gradient buffers
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ from lightning_ptdp.pipeline.partition import Partition
 from lightning_ptdp.pipeline.runtime import Runtime
 from lightning_ptdp.pipeline.skeleton import Skeleton, aliases_of, nothing
 from lightning_ptdp.pipeline.stage import StageWorker
+from lightning_ptdp.recompute import Beginning, Plan, Recomputation, install
 from lightning_ptdp.schedule import Action, Program, Span, choose, generate, lower
 from lightning_ptdp.tensor_parallel.agreement import disagreements
 from lightning_ptdp.tensor_parallel.convert import convert
@@ -134,6 +135,8 @@ class Engine:
         self._moving: MovingBuffers | None = None
         self._restore_batch_norms: Callable[[], None] | None = None
         self._shared: SharedGradients | None = None
+        self._beginnings: tuple[Beginning, ...] = ()
+        self._recomputation: Recomputation | None = None
         self.streams = RandomStreams(seed, device)
         self._messenger = Messenger(groups.pipeline, device)
         self._runtime = Runtime(self._messenger, groups.pipeline_ranks, groups.at.pipeline)
@@ -166,13 +169,24 @@ class Engine:
             self.skeleton = Skeleton(module, partition, self.stages, self.device)
         if self.groups.topology.tensor_parallel_size > 1:
             value_of = attrgetter("data") if deferred is None else deferred.take
-            convert(module, placement, self.groups.tensor, self.device, placement.sequence_blocks, value_of)
+            blocks = placement.sequence_blocks
+            peers = convert(module, placement, self.groups.tensor, self.device, blocks, value_of)
+            self._beginnings = (peers.moment,)
         if deferred is not None:
             deferred.fill(module, self._owns)
         self.placement = placement
 
     def _owns(self, name: str) -> bool:
         return self.skeleton is None or self.skeleton.owns(name)
+
+    def recompute(self, module: nn.Module, plan: Plan | None) -> None:
+        """Let the planned parts of what this rank owns recompute until `close`; after `set_up`. None: nothing does."""
+        if plan is not None:
+            self._recomputation = install(module, plan, self.stages, self.device, self._beginnings)
+
+    def remark_on_recomputation(self) -> str | None:
+        """What the first batch showed of it that a user should know, once."""
+        return None if self._recomputation is None else self._recomputation.remark()
 
     def whole(self) -> AbstractContextManager[None]:
         """Within, the module's parameters are those of the whole model, hollow ones included."""
@@ -296,6 +310,9 @@ class Engine:
         if self._restore_batch_norms is not None:
             self._restore_batch_norms()
             self._restore_batch_norms = None
+        if self._recomputation is not None:
+            self._recomputation.undo()
+            self._recomputation = None
 
     # -- a batch ---------------------------------------------------------------------------------------------------
 

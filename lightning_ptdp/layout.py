@@ -14,6 +14,8 @@ from torch.nn.parameter import is_lazy
 from lightning_ptdp.config import ParallelConfig, divisors
 from lightning_ptdp.pipeline.blocks import find_blocks
 from lightning_ptdp.pipeline.partition import Partition, partition
+from lightning_ptdp.recompute import Plan
+from lightning_ptdp.recompute import plan as plan_recomputation
 from lightning_ptdp.schedule import choose
 from lightning_ptdp.tensor_parallel.heads import check_heads
 from lightning_ptdp.tensor_parallel.placement import Placement, place, with_sequence
@@ -82,12 +84,13 @@ def _are_names(value: object) -> bool:
 
 @dataclass(frozen=True)
 class Layout:
-    """A module's place on the ranks. partition: None without a pipeline."""
+    """A module's place on the ranks. partition: None without a pipeline. recompute: None where nothing is."""
 
     topology: Topology
     num_stages: int
     partition: Partition | None = None
     placement: Placement = field(default_factory=Placement)
+    recompute: Plan | None = None
 
 
 def layout_of(module: nn.Module) -> Layout | None:
@@ -108,6 +111,8 @@ def describe(layout: Layout, config: ParallelConfig) -> str:
         f"PTDPStrategy: tensor {topology.tensor_parallel_size} x pipeline {topology.pipeline_parallel_size} x data "
         f"{topology.data_parallel_size}"
     )
+    if layout.recompute is not None:
+        sizes += f"; recompute {layout.recompute.kind!r} in {layout.recompute.num_blocks} blocks"
     if cut is None:
         return sizes
     blocks = ", ".join(str(high - low) for low, high in pairwise(cut.bounds))
@@ -134,7 +139,8 @@ def lay_out(module: nn.Module, config: ParallelConfig, topology: Topology, wishe
             and known.num_stages == stages
         )
         faults = [] if same else [_was_split(known, topology, stages)]
-        return Layout(topology, stages, known.partition, known.placement), faults
+        recompute, more = _recomputation(module, config, known.partition, wishes) if same else (None, [])
+        return Layout(topology, stages, known.partition, known.placement, recompute), faults + more
     lazy = [name for name, parameter in module.named_parameters() if is_lazy(parameter)]
     if lazy:
         return Layout(topology, stages), [
@@ -148,7 +154,45 @@ def lay_out(module: nn.Module, config: ParallelConfig, topology: Topology, wishe
     placement, more = _placement(
         module, topology.tensor_parallel_size, wishes, splits_sequence=config.sequence_parallel
     )
-    return Layout(topology, stages, cut, placement), faults + more
+    recompute, worse = _recomputation(module, config, cut, wishes) if cut is not None or stages == 1 else (None, [])
+    return Layout(topology, stages, cut, placement, recompute), faults + more + worse
+
+
+def _recomputation(
+    module: nn.Module, config: ParallelConfig, cut: Partition | None, wishes: Wishes
+) -> tuple[Plan | None, list[str]]:
+    """What recomputes; faults of the configuration itself are told elsewhere. cut: None where one stage holds all."""
+    if config.recompute == "none" or config.recompute_faults():
+        return None, []
+    try:
+        stages = _blocks_of_stages(module, config, cut, wishes)
+        found = plan_recomputation(
+            module,
+            stages,
+            kind=config.recompute,
+            every=config.recompute_every,
+            layers=config.recompute_layers,
+            patterns=config.recompute_modules,
+        )
+    except ValueError as error:
+        return None, [str(error)]
+    return found, []
+
+
+def _blocks_of_stages(
+    module: nn.Module, config: ParallelConfig, cut: Partition | None, wishes: Wishes
+) -> list[list[str]]:
+    if cut is not None:
+        names = [f"{cut.blocks}.{name}" for name in cut.block_names]
+        return [names[low:high] for low, high in pairwise(cut.bounds)]
+    try:
+        path = find_blocks(module, wishes.blocks)
+    except ValueError as error:
+        raise ValueError(
+            f"recompute={config.recompute!r} runs a list of blocks again, and none was found; put the layers into an "
+            f"nn.ModuleList, name it by pipeline_blocks=, or use recompute='none' ({error})"
+        ) from None
+    return [[f"{path}.{name}" for name, _ in module.get_submodule(path).named_children()]]
 
 
 def _was_split(known: Layout, topology: Topology, stages: int) -> str:

@@ -20,6 +20,7 @@ from torch import Tensor
 from lightning_ptdp.exchange import Key, Logged, merge
 from lightning_ptdp.log_calls import LogCall, LogCalls, numbers
 from lightning_ptdp.metrics import StepMetrics
+from lightning_ptdp.recompute import is_recomputing
 
 Outside = Callable[[str, Any, tuple[Any, ...], dict[str, Any]], None]
 """What takes the calls that are made outside of steps: name, value, and the other arguments."""
@@ -95,6 +96,8 @@ class LogRecorder:
         return self._metrics.value(call.key.metric, default=call.value)
 
     def _record(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        if is_recomputing():
+            return  # logged in the first forward
         if self._records is not None:
             call = self._calls.read(name, value, args, kwargs, call=self._seen[name])
             self._seen[name] += 1

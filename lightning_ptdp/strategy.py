@@ -116,6 +116,13 @@ class PTDPStrategy(ParallelStrategy):
         micro_batch_size: samples a microbatch; "auto" is the largest that gives 4 microbatches a pipeline rank.
         eval_micro_batch_size: samples a microbatch in evaluation; None runs each batch whole.
         schedule: "gpipe", "1f1b", "interleaved", or "auto".
+        recompute: what backward runs again instead of keeping it: "none", "full" for whole blocks, "selective" for
+            attention scores and what follows them up to the product with the values.
+        recompute_every: blocks of which "full" keeps one input.
+        recompute_layers: blocks of each stage that recompute, its first ones: one number for every stage, or p * v
+            numbers in stage order; None for all.
+        recompute_modules: name patterns of modules in the blocks that "selective" runs again; empty takes those called
+            `core_attention`, and elsewhere finds the scores.
         sequence_parallel: split activations between split layers along the sequence, for norms that the plan names.
         tensor_parallel_plan: name patterns to styles; None takes the module's own.
         pipeline_blocks: name of the list of blocks; None finds the `nn.ModuleList` that holds most parameters.
@@ -148,6 +155,9 @@ class PTDPStrategy(ParallelStrategy):
         eval_micro_batch_size: int | None = None,
         schedule: str = "auto",
         recompute: str = "none",
+        recompute_every: int = 1,
+        recompute_layers: int | Sequence[int] | None = None,
+        recompute_modules: Sequence[str] = (),
         sequence_parallel: bool = False,
         distributed_optimizer: bool = False,
         tensor_parallel_plan: Mapping[str, str] | None = None,
@@ -187,14 +197,13 @@ class PTDPStrategy(ParallelStrategy):
             sequence_parallel=sequence_parallel,
             pipeline_split=pipeline_split,
             init=init,
+            recompute=recompute,
+            recompute_every=recompute_every,
+            recompute_layers=recompute_layers,
+            recompute_modules=recompute_modules,
         )
         self._wishes = Wishes(tensor_parallel_plan, pipeline_blocks, first, last, shared)
         self.num_nodes = 1
-        self._not_available = [
-            f"{name}={value!r} is not available in this version; leave it out"
-            for name, value, default in (("recompute", recompute, "none"),)
-            if value != default
-        ]
         self._save_distributed_checkpoint, self._async_checkpoint = save_distributed_checkpoint, async_checkpoint
         self._distributed_optimizer, self._detect_nonfinite = distributed_optimizer, detect_nonfinite
         self._store: Store | None = None
@@ -315,7 +324,7 @@ class PTDPStrategy(ParallelStrategy):
 
         Faults are kept for `setup`, which raises them with those of the module. is_built: whether the module is.
         """
-        faults = [*self.config.faults(SCHEDULES), *self._wishes.faults(), *self._not_available]
+        faults = [*self.config.faults(SCHEDULES), *self._wishes.faults()]
         faults += refused_signals(self._signals)
         if self._async_checkpoint:
             has_own_io = type(self.checkpoint_io) is not TorchCheckpointIO
@@ -420,6 +429,7 @@ class PTDPStrategy(ParallelStrategy):
         self._engine = Engine(self.config, self.groups, self.root_device, self._agreed_seed())
         self._engine.set_up(module, layout.partition, layout.placement, self._deferred)
         self._deferred = None
+        self._engine.recompute(module, layout.recompute)
         if former is not None and not fits:
             self._engine.mains = former.mains  # of the optimizers of an earlier fit
         self.model_to_device()
@@ -630,7 +640,9 @@ class PTDPStrategy(ParallelStrategy):
             self._unchecked -= 1
             self.steps.check_same(batch_of(args, kwargs))
         if not module.automatic_optimization:
-            return self.steps.train_manually(context, args, kwargs, number=loop.total_batch_idx)
+            output = self.steps.train_manually(context, args, kwargs, number=loop.total_batch_idx)
+            self._remark_on_recomputation()
+            return output
         is_first = loop.batch_idx % accumulate == 0
         self.engine.agree(self._follow_what_trains(is_first))
         watches = self._detect_nonfinite if self.precision.loss_scale is None else self.precision.is_in_trouble
@@ -648,11 +660,17 @@ class PTDPStrategy(ParallelStrategy):
             loss_dtype=self.precision.loss_dtype,
             loss_scale=self.precision.scale,
         )
+        self._remark_on_recomputation()
         if watches:
             self.engine.refuse_nonfinite(None if self.precision.loss_scale is None else self.precision.scale)
         if output is None and not self._blocks_sync:  # a skipped batch has no backward, and may end a window
             self.engine.reduce_gradients()
         return output
+
+    def _remark_on_recomputation(self) -> None:
+        remark = self.engine.remark_on_recomputation()
+        if remark is not None:
+            rank_zero_info(remark)
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Publish the gradients that the schedule left, once the window is complete."""

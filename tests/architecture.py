@@ -36,7 +36,7 @@ _FRONT = (
     f"engine checkpoint planner {_PURE} comm kernels batch exchange failure outputs precision loaders logging "
     "log_calls hook_logs metrics progress predictions stage_state stopping whole_module layout steps strategy check "
     "callbacks averages holdings loss_scale held_schedule parameter_groups pretrained preflight inventory refusals "
-    "resumable resuming deferred_init tensor_parallel.random"
+    "resumable resuming deferred_init recompute tensor_parallel.random"
 )
 
 UNITS: dict[str, Unit] = {
@@ -60,9 +60,9 @@ UNITS: dict[str, Unit] = {
     "data_parallel": _unit(2, f"comm kernels {_PURE}", "torch"),
     "pipeline": _unit(2, f"comm {_PURE}", "torch"),
     "deferred_init": _unit(2, "tensor_parallel.random pipeline.hollow", "torch"),
-    "recompute": _unit(2, "tensor_parallel.random", "torch"),
+    "recompute": _unit(2, "tensor_parallel.random", "torch numpy"),
     "checkpoint": _unit(3, f"comm tensor_parallel.shard {_PURE}", "torch safetensors xxhash"),
-    "layout": _unit(3, f"pipeline tensor_parallel {_PURE}", "torch"),
+    "layout": _unit(3, f"pipeline recompute tensor_parallel {_PURE}", "torch"),
     "engine": _unit(3, f"{_PURE} {_COMPUTE}", "torch"),
     "precision": _unit(4, f"data_parallel.clip {_FRONT}", "torch lightning"),
     "loaders": _unit(4, f"data_parallel.sampler {_FRONT}", "torch lightning"),

@@ -1,6 +1,6 @@
 import pytest
 
-from lightning_ptdp.config import ParallelConfig, divisors, micro_batch_size
+from lightning_ptdp.config import ParallelConfig, divisors, micro_batch_size, recompute_every
 from lightning_ptdp.schedule import SCHEDULES
 from lightning_ptdp.topology import Topology
 
@@ -50,6 +50,16 @@ def test_all_faults_are_found_at_once():
         ({"virtual_pipeline_size": 2, "pipeline_parallel_size": 2, "schedule": "1f1b"}, "use schedule='interleaved'"),
         ({"sequence_parallel": True, "tensor_parallel_size": 1}, "leave it off"),
         ({"pipeline_split": (1, 0)}, "all at least 1; got [1, 0]"),
+        ({"recompute": "full", "recompute_every": 0}, "recompute_every must be a whole number of at least 1; got 0"),
+        ({"recompute": "full", "recompute_layers": [1, -1]}, "one whole number of at least 0 or a list of p * v"),
+        ({"recompute": "full", "recompute_layers": (1,), "pipeline_parallel_size": 2}, "p * v = 2 * 1 = 2 stages; got"),
+        ({"recompute_layers": 1}, "and recompute='none'; use recompute='full' or 'selective', or leave it out"),
+        ({"recompute": "selective", "recompute_every": 2}, "and recompute='selective'; use recompute='full', or leave"),
+        (
+            {"recompute": "full", "recompute_modules": ["a"]},
+            "and recompute='full'; use recompute='selective', or leave",
+        ),
+        ({"recompute": "selective", "recompute_modules": "a"}, "must be a list of name patterns of modules; got 'a'"),
         ({"pipeline_split": (1, 2), "pipeline_parallel_size": 3}, "p * v = 3 * 1 = 3 stages; got 2: [1, 2]"),
     ],
 )
@@ -99,3 +109,13 @@ def test_microbatch_size(requested, rows, p, size):
 
 def test_divisors_ascend():
     assert divisors(12) == [1, 2, 3, 4, 6, 12]
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "input_bytes", "intermediate_bytes", "best"),
+    [(36, 2, 68, 1), (36, 2, 34, 2), (36, 1, 9, 2), (36, 1, 1, 6), (10, 3, 1, 5), (4, 100, 1, 4), (1, 1, 1, 1)],
+)
+def test_best_number_of_blocks_a_group_needs_least_memory(num_layers, input_bytes, intermediate_bytes, best):
+    assert recompute_every(num_layers, input_bytes, intermediate_bytes) == best
+    needs = {k: -(-num_layers // k) * input_bytes + k * intermediate_bytes for k in range(1, num_layers + 1)}
+    assert needs[best] == min(needs.values())

@@ -17,7 +17,7 @@ from lightning_ptdp.tensor_parallel.peers import Peers
 from lightning_ptdp.tensor_parallel.placement import Placement, is_transposed, rotary_width
 from lightning_ptdp.tensor_parallel.random import SplitRegion
 
-_CONVERTED = "_ptdp_is_parallel"
+_PEERS = "_ptdp_peers"
 
 ValueOf = Callable[[nn.Parameter], Tensor]
 
@@ -29,7 +29,7 @@ def convert(
     device: torch.device,
     blocks: str | None = None,
     value_of: ValueOf = attrgetter("data"),
-) -> None:
+) -> Peers:
     """Turn the owned part of a module into this rank's shard of it.
 
     Parameters stay the same objects under the same names, so that optimizers, tied weights and state dicts keep them.
@@ -37,11 +37,13 @@ def convert(
 
     device: where the rank computes. blocks: name of the list of blocks that run on parts of the sequence, if any do.
     value_of: the whole value of a parameter that is cut, asked for once.
+
+    Returns what the parallel forwards share.
     """
-    if module.__dict__.get(_CONVERTED):
-        return
-    module.__dict__[_CONVERTED] = True
-    peers = Peers(group, SplitRegion(group.rank(), device))
+    known: Peers | None = module.__dict__.get(_PEERS)
+    if known is not None:
+        return known
+    peers = module.__dict__[_PEERS] = Peers(group, SplitRegion(group.rank(), device))
     owned = dict(module.named_parameters(remove_duplicate=False))
     widths = {name: tuple(parameter.shape) for name, parameter in owned.items()}
     _cut(owned, placement, peers, value_of)
@@ -59,6 +61,7 @@ def convert(
         path, _, leaf = name.rpartition(".")
         holder = module.get_submodule(path)
         setattr(holder, leaf, getattr(holder, leaf) // peers.size)
+    return peers
 
 
 def _split_sequence(module: nn.Module, blocks: str, peers: Peers) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,6 +27,10 @@ class Peers:
     sequence_length: int | None = None
     _copied: tuple[Tensor, tuple[int, bool], Tensor] | None = None
     _joined: tuple[Tensor, Tensor, int] | None = None
+
+    def __deepcopy__(self, _: Any) -> Peers:
+        """A copy of a module has the same peers."""
+        return self
 
     @property
     def size(self) -> int:
@@ -60,3 +67,32 @@ class Peers:
     def forget(self) -> None:
         """Let go of the last input; what projected it is done."""
         self._copied = self._joined = None
+
+    def moment(self) -> PeersMoment:
+        """Where a forward begins, for one that runs again."""
+        return PeersMoment(self, self.sequence_length, self.region.outside)
+
+
+@dataclass(frozen=True)
+class PeersMoment:
+    """What a forward began with: whether on a part of the sequence, and whether in a split region."""
+
+    peers: Peers
+    sequence_length: int | None
+    outside: list[Tensor] | None
+
+    def end(self) -> None:
+        """All of it is needed again."""
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Within, a second forward runs, which may leave off anywhere; afterwards the peers are where they were."""
+        peers = self.peers
+        present = peers.sequence_length, peers.region.outside
+        peers.sequence_length, peers.region.outside = self.sequence_length, self.outside
+        peers.forget()
+        try:
+            yield
+        finally:
+            peers.sequence_length, peers.region.outside = present
+            peers.forget()

@@ -118,6 +118,15 @@ class SplitRegion:
         self._generators = generators(device)
         self._outside: list[torch.Tensor] | None = None
 
+    @property
+    def outside(self) -> list[torch.Tensor] | None:
+        """Where the shared stream stands while it is left; None while it is not. Set by who runs a forward again."""
+        return self._outside
+
+    @outside.setter
+    def outside(self, states: list[torch.Tensor] | None) -> None:
+        self._outside = states
+
     def enter(self) -> None:
         """Leave the shared stream; nothing happens where it was left already."""
         if self._outside is not None:

@@ -464,6 +464,31 @@ CONFIGURATIONS: dict[str, Broken] = {
         p=2,
         make=optimized(lambda ps: optim.SGD([*ps, nn.Parameter(torch.ones(3))], lr=0.1)),
     ),
+    "recomputation of another kind": row(
+        "recompute must be one of 'none', 'full', 'selective'; got 'all'", recompute="all"
+    ),
+    "counts for recomputation nowhere": row(
+        "recompute_layers=2 says where to recompute, and recompute='none'", "use recompute='full'", recompute_layers=2
+    ),
+    "recomputation of blocks that are not there": row(
+        "recompute_layers=[1, 3] asks for more blocks than stages have: they have [2, 2]",
+        "use at most these",
+        p=2,
+        recompute="full",
+        recompute_layers=[1, 3],
+    ),
+    "recomputation of modules that are not there": row(
+        "recompute_modules names ['blocks.*.core'], which match no module in the blocks",
+        "blocks.*.attention",
+        recompute="selective",
+        recompute_modules=["blocks.*.core"],
+    ),
+    "recomputation without blocks": row(
+        "recompute='full' runs a list of blocks again, and none was found",
+        "use recompute='none'",
+        make=edited(without_a_list),
+        recompute="full",
+    ),
     # callbacks
     "pruning on pieces": row(
         "ModelPruning compares weights of the whole model",

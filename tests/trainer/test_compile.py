@@ -21,6 +21,12 @@ CASES = {
     "blocks, in a pipeline": ("blocks in place", PIPELINE, "inductor"),
     "wrapped blocks, split both ways": ("blocks wrapped", TENSOR | PIPELINE, "eager"),
     "every part, over tensor peers": ("every part", TENSOR, "aot_eager"),
+    "blocks that recompute": ("blocks in place", PIPELINE | {"recompute": "full"}, "aot_eager"),
+    "wrapped blocks that recompute in pairs": (
+        "blocks wrapped",
+        TENSOR | {"recompute": "full", "recompute_every": 2},
+        "eager",
+    ),
     "the network, split both ways": ("the network", TENSOR | PIPELINE, "eager"),
 }
 

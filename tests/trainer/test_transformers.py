@@ -8,11 +8,16 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from lightning_ptdp.pipeline.blocks import find_blocks
+from lightning_ptdp.recompute import install, plan
 from lightning_ptdp.tensor_parallel.heads import check_heads
 from lightning_ptdp.tensor_parallel.placement import place
 from lightning_ptdp.tensor_parallel.plan import find_plan
+from tests.live import LiveStorages
 from tests.models import texts
 from tests.oracle import assert_same, parallel, serial
+from tests.spmd import run_spmd
+from tests.trainer.test_recomputation import FULL, OFF, SELECTIVE, assert_same_bits, fits_of
 
 transformers = pytest.importorskip("transformers")
 
@@ -90,6 +95,51 @@ def test_model_gives_the_numbers_of_one_process(make, has_own_loss, tolerance):
         module, batches, tensor_parallel_size=2, pipeline_parallel_size=2, micro_batch_size=2, timeout=180.0
     )
     assert_same(run, serial(module, batches), tolerance=tolerance)
+
+
+class EagerModel(LanguageModel):
+    """With attention written out, and dropout."""
+
+    def __init__(self, make):
+        super().__init__(make, has_own_loss=False)
+        self.model.set_attn_implementation("eager")
+        for module in self.model.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.1
+
+
+def test_recomputed_model_has_the_bits_of_one_that_is_not():
+    ranks = run_spmd(
+        fits_of,
+        world_size=4,
+        timeout=180.0,
+        modes=[OFF, SELECTIVE, FULL],
+        make=partial(EagerModel, gpt2),
+        batches=[texts(4, length=8, vocabulary=61, seed=i) for i in range(2)],
+        strategy={"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "micro_batch_size": 2},
+        trainer={},
+    )
+    for fits in ranks:
+        assert_same_bits(fits)
+
+
+@pytest.mark.parametrize("make", [gpt2, llama, deepseek])
+def test_scores_of_eager_attention_are_computed_again(make):
+    batch, largest, gradients = texts(2, length=16, vocabulary=61), [], []
+    for selective in (False, True):
+        torch.manual_seed(0)
+        module = EagerModel(make)
+        path = find_blocks(module)
+        names = [f"{path}.{name}" for name, _ in module.get_submodule(path).named_children()]
+        if selective:
+            install(module, plan(module, [names], kind="selective"), [0], torch.device("cpu"), [])
+        with LiveStorages() as live:
+            logits = module.model(input_ids=batch["ids"], use_cache=False).logits
+        largest.append(live.largest(shape=(16, 16)))
+        logits.square().mean().backward()
+        gradients.append([parameter.grad for parameter in module.parameters()])
+    assert all(map(torch.equal, *gradients))
+    assert largest[0] >= 2 * 4 * 16 * 16 > largest[1]
 
 
 def test_gpt2_has_a_plan_of_ours():

@@ -1,0 +1,121 @@
+"""Gives the modules of a plan a forward that recomputes, and takes it away again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_ptdp.recompute.moments import Beginning, DefaultDtype, Draws, HostDraws, ModuleState
+from lightning_ptdp.recompute.plan import Plan
+from lightning_ptdp.recompute.scores import Scores
+from lightning_ptdp.recompute.whole import Group, Whole
+
+Wrapper = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+"""Runs a forward: (forward, its arguments, its keyword arguments) -> what it returns."""
+
+
+class Recomputation:
+    """What `install` did to a module."""
+
+    def __init__(self, undos: Sequence[Callable[[], None]], scores: Sequence[Scores]) -> None:
+        self._undos, self._scores = undos, scores
+
+    def remark(self) -> str | None:
+        """What a user should know after the first batch, once: that there was nothing to recompute; None if there was.
+
+        Blocks that ran no forward yet say nothing.
+        """
+        ran = [each.num_spans for each in self._scores if each.num_spans is not None]
+        if not ran:
+            return None
+        self._scores = ()
+        if any(ran):
+            return None
+        return (
+            "recompute='selective' has nothing to recompute: no block keeps attention scores "
+            "(scaled_dot_product_attention keeps none where it runs fused, and compiled blocks choose by themselves); "
+            "recompute_modules=[...] names modules to run again, recompute='full' runs blocks again"
+        )
+
+    def undo(self) -> None:
+        """Give the modules their own forward back."""
+        for undo in reversed(self._undos):
+            undo()
+        self._undos = ()
+
+
+def install(
+    module: nn.Module, plan: Plan, stages: Sequence[int], device: torch.device, beginnings: Sequence[Beginning]
+) -> Recomputation:
+    """Let the planned modules of some stages recompute.
+
+    stages: of this rank. device: where it computes. beginnings: of what a forward starts from besides inputs, modules
+    and generators.
+    """
+    host = HostDraws()
+    everywhere: list[Beginning] = [DefaultDtype, lambda: Draws(device), host.begin, *beginnings]
+    undos: list[Callable[[], None]] = []
+    scores: list[Scores] = []
+
+    def whole(child: nn.Module, **place: Any) -> Whole:
+        modules = tuple(child.modules())
+        return Whole([*everywhere, lambda: ModuleState(modules)], **place)
+
+    for stage in stages:
+        names, group = plan.stages[stage], Group()
+        for i, name in enumerate(names):
+            block = module.get_submodule(name)
+            inside = [each for each in plan.modules if each.startswith(f"{name}.")]
+            if plan.kind == "full":
+                first, last = i % plan.every == 0, (i + 1) % plan.every == 0 or i + 1 == len(names)
+                undos.append(_wrap(block, whole(block, group=group, is_first=first, is_last=last)))
+            elif inside:
+                undos += [_wrap(child, whole(child)) for child in map(module.get_submodule, inside)]
+            elif not _is_compiled(block):
+                scores.append(Scores(device))
+                undos.append(_wrap(block, scores[-1]))
+            else:
+                scores.append(Scores(device, num_spans=0))
+    return Recomputation(undos, scores)
+
+
+def _is_compiled(block: nn.Module) -> bool:
+    """Whether torch.compile runs a part of it, where no operation can be watched."""
+    return any(
+        isinstance(child, torch._dynamo.OptimizedModule) or child._compiled_call_impl is not None
+        for child in block.modules()
+    )
+
+
+def _wrap(module: nn.Module, wrapper: Wrapper) -> Callable[[], None]:
+    """Put a wrapper around a module's forward, below its hooks; returns what takes it off.
+
+    The class is swapped, so that a copy of the module runs a forward of its own. A module that is compiled in place has
+    the wrapper around what was compiled, hooks included: within, it would break the graph.
+    """
+    compiled = module._compiled_call_impl
+    if compiled is not None:
+        module._compiled_call_impl = lambda *args, **kwargs: wrapper(compiled, args, kwargs)
+
+        def restore() -> None:
+            module._compiled_call_impl = compiled
+
+        return restore
+    base, own = type(module), module.__dict__.pop("forward", None)
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return wrapper(own or partial(base.forward, self), args, kwargs)
+
+    names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
+    module.__class__ = type(base.__name__, (base,), {"forward": forward, **names})
+
+    def undo() -> None:
+        module.__class__ = base
+        if own is not None:
+            module.__dict__["forward"] = own
+
+    return undo

@@ -1,0 +1,92 @@
+"""Which blocks and modules recompute, worked out on every rank before anything is changed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+CORE_ATTENTION = "core_attention"
+"""A module of this name in a block is what "selective" recomputes there, where no names are given."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What recomputes.
+
+    kind: "full" or "selective". stages: names of the blocks that do, of each stage in order. every: blocks of which
+    "full" keeps one input. modules: names of the modules that "selective" runs again; in blocks without any it follows
+    the scores.
+    """
+
+    kind: str
+    stages: tuple[tuple[str, ...], ...]
+    every: int = 1
+    modules: tuple[str, ...] = ()
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that recompute."""
+        return sum(map(len, self.stages))
+
+
+def plan(
+    module: nn.Module,
+    stages: Sequence[Sequence[str]],
+    *,
+    kind: str,
+    every: int = 1,
+    layers: int | Sequence[int] | None = None,
+    patterns: Sequence[str] = (),
+) -> Plan:
+    """The plan for a module.
+
+    stages: names of the blocks of each stage. every, layers, patterns: `recompute_every`, `recompute_layers` and
+    `recompute_modules`.
+
+    Raises:
+        ValueError: a stage has fewer blocks than it is to recompute, or a pattern matches no module in the blocks.
+    """
+    counts = [len(blocks) for blocks in stages] if layers is None else layers
+    counts = [counts] * len(stages) if isinstance(counts, int) else list(counts)
+    if layers is not None and any(n > len(blocks) for n, blocks in zip(counts, stages, strict=True)):
+        raise ValueError(
+            f"recompute_layers={layers!r} asks for more blocks than stages have: they have "
+            f"{[len(blocks) for blocks in stages]}; use at most these, or None for all"
+        )
+    chosen = tuple(tuple(blocks[:n]) for n, blocks in zip(counts, stages, strict=True))
+    if kind == "full":
+        return Plan(kind, chosen, every)
+    names = {name: [p for p in patterns if _matches(p, name)] for name in _inside(module, stages)}
+    unmatched = set(patterns) - {pattern for found in names.values() for pattern in found}
+    if unmatched:
+        raise ValueError(
+            f"recompute_modules names {sorted(unmatched)}, which match no module in the blocks; there are "
+            f"{sorted({re.sub(r'[.][0-9]+[.]', '.*.', name) for name in names})}"
+        )
+    recomputed = _inside(module, chosen)
+    wanted = [name for name in recomputed if names[name] or (not patterns and _last(name) == CORE_ATTENTION)]
+    outermost = [name for name in wanted if not any(name.startswith(f"{other}.") for other in wanted)]
+    return Plan(kind, chosen, modules=tuple(outermost))
+
+
+def _inside(module: nn.Module, stages: Sequence[Sequence[str]]) -> list[str]:
+    """Names of all modules below the blocks."""
+    return [
+        f"{block}.{name}"
+        for blocks in stages
+        for block in blocks
+        for name, _ in module.get_submodule(block).named_modules()
+        if name
+    ]
+
+
+def _matches(pattern: str, name: str) -> bool:
+    """As in a tensor-parallel plan: `*` stands for one part of a dotted name."""
+    return re.fullmatch(re.escape(pattern).replace(r"\*", "[^.]+"), name.replace("._orig_mod", "")) is not None
+
+
+def _last(name: str) -> str:
+    return name.rpartition(".")[2]
