@@ -16,6 +16,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -23,6 +24,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lightning_ptdp import kernels
+from lightning_ptdp.compat.apex import FusedAdam
 from lightning_ptdp.kernels.cross_entropy import cross_entropy
 
 Step = Callable[[], object]
@@ -178,17 +180,20 @@ OPERATIONS: dict[str, Callable[[str, torch.dtype, bool], dict[str, Step]]] = {
 
 
 def adam_steps(device: str, sizes: list[int]) -> dict[str, Step]:
-    """One optimizer step without zeroing; lists of our kernel are made anew each step, as an optimizer does."""
+    """One step without zeroing: the kernel alone, whose lists are at hand, and whole optimizers."""
     lists = [[torch.randn(size, device=device) for size in sizes] for _ in range(2)]
     moments = [[torch.rand(size, device=device) for size in sizes] for _ in range(2)]
     numbers = kernels.AdamStep(1e-4, (0.9, 0.95), 1e-8, 0.1, 10)
     steps: dict[str, Step] = {"ours": lambda: kernels.adam_(*lists, *moments, numbers)}
-    for name, options in {"fused": {"fused": True}, "foreach": {"foreach": True}}.items():
+    for name, make in {
+        "FusedAdam": FusedAdam,
+        "fused": partial(torch.optim.AdamW, fused=True),
+        "foreach": partial(torch.optim.AdamW, foreach=True),
+    }.items():
         parameters = [torch.nn.Parameter(torch.randn(size, device=device)) for size in sizes]
         for parameter in parameters:
             parameter.grad = torch.randn_like(parameter)
-        optimizer = torch.optim.AdamW(parameters, lr=1e-4, weight_decay=0.1, **options)
-        steps[name] = optimizer.step
+        steps[name] = make(parameters, lr=1e-4, weight_decay=0.1).step
     return steps
 
 
