@@ -5,12 +5,16 @@
 Contestants of a row take turns, A B C, C B A, and so on, on one thread, so that all see the same machine; a time is the
 median of its turns, of forward and backward together: on a CPU the processor's time, which neighbours disturb least, on
 CUDA the clock's. x is the time of a contestant over ours: above 1 ours is faster.
+
+Freed memory is kept for the next tensor, as CUDA's allocator does. With --fresh-memory glibc gives large tensors back
+to the system and maps them anew, which can cost more than the operation and hits one contestant or another by luck.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
+import ctypes
 import platform
 import statistics
 import time
@@ -212,6 +216,14 @@ def measure(row: Row, rounds: int, device: str) -> None:
     row.steps = {}
 
 
+def keep_memory() -> None:
+    """Let glibc neither map large tensors one by one nor trim its heap."""
+    if platform.libc_ver()[0] == "glibc":
+        trim_threshold, mmap_max = -1, -4  # names of malloc.h, without M_
+        ctypes.CDLL(None).mallopt(trim_threshold, 2**31 - 1)
+        ctypes.CDLL(None).mallopt(mmap_max, 0)
+
+
 def wait_for(device: str) -> None:
     if device == "cuda":
         torch.cuda.synchronize()
@@ -247,9 +259,12 @@ def main() -> None:
     parser.add_argument("--only", default="", help="rows whose name contains this")
     parser.add_argument("--inductor", action="store_true", help="also torch.compile's code, which takes minutes")
     parser.add_argument("--csv", type=Path, help="where to write the times")
+    parser.add_argument("--fresh-memory", action="store_true", help="leave the allocator as it is")
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     options = parser.parse_args()
     torch.set_num_threads(1)
+    if not options.fresh_memory:
+        keep_memory()
     library = kernels.load()
     has_kernels = library.has_cuda if options.device == "cuda" else library.path is not None
     if not has_kernels:

@@ -103,14 +103,26 @@ def scale_(inputs: Sequence[Tensor], outputs: Sequence[Tensor], factor: float, f
         reference.scale_(inputs, outputs, factor, found_inf)
 
 
+def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
+    """Of all elements of the tensors, a float64 scalar (float32 where a device has no float64).
+
+    Raises:
+        ValueError: the list is empty.
+    """
+    _check_not_empty(tensors)
+    if not _are_compiled(tensors):
+        return reference.sum_of_squares(tensors)
+    squares: Tensor = torch.ops.ptdp.squares(list(tensors))
+    return squares.sum()
+
+
 def l2_norms(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """The L2 norm of all elements, a scalar, and that of each tensor, [n]: float32, summed in wider numbers.
 
     Raises:
         ValueError: the list is empty.
     """
-    if not tensors:
-        raise ValueError("a norm is of at least one tensor; got an empty list")
+    _check_not_empty(tensors)
     if not _are_compiled(tensors):
         return reference.l2_norms(tensors)
     counts = [-(-tensor.numel() // CHUNK) for tensor in tensors]
@@ -136,6 +148,11 @@ def accumulate_weight_gradient(main_grad: Tensor, grad_output: Tensor, x: Tensor
         torch.addmm(main_grad, rows_out.t(), rows_in, out_dtype=torch.float32, out=main_grad)
     else:
         main_grad.addmm_(rows_out.t().to(main_grad.dtype), rows_in.to(main_grad.dtype))
+
+
+def _check_not_empty(tensors: Sequence[Tensor]) -> None:
+    if not tensors:
+        raise ValueError("a norm is of at least one tensor; got an empty list")
 
 
 # A model may have thousands of tensors, so what asks each of them something is `map`.
