@@ -1,13 +1,14 @@
 """Times the fused kernels against PyTorch: eager, compiled by inductor, and its own fused operations.
 
-    python benchmarks/kernels.py [--rounds 15] [--only softmax] [--inductor] [--csv kernels.csv] [--device cuda]
+    python benchmarks/kernels.py [--rounds 15] [--only gelu] [--keep-memory] [--inductor] [--csv kernels.csv]
 
 Contestants of a row take turns, A B C, C B A, and so on, on one thread, so that all see the same machine; a time is the
 median of its turns, of forward and backward together: on a CPU the processor's time, which neighbours disturb least, on
 CUDA the clock's. x is the time of a contestant over ours: above 1 ours is faster.
 
-Freed memory is kept for the next tensor, as CUDA's allocator does. With --fresh-memory glibc gives large tensors back
-to the system and maps them anew, which can cost more than the operation and hits one contestant or another by luck.
+By default glibc gives large tensors back to the system and maps them anew. On some machines that costs more than the
+operation, and for tensors of a few MiB it hits one contestant or another by luck; with --keep-memory freed memory is kept
+for the next tensor, as CUDA's allocator does, and what is left are the operations themselves.
 """
 
 from __future__ import annotations
@@ -259,11 +260,11 @@ def main() -> None:
     parser.add_argument("--only", default="", help="rows whose name contains this")
     parser.add_argument("--inductor", action="store_true", help="also torch.compile's code, which takes minutes")
     parser.add_argument("--csv", type=Path, help="where to write the times")
-    parser.add_argument("--fresh-memory", action="store_true", help="leave the allocator as it is")
+    parser.add_argument("--keep-memory", action="store_true", help="keep what is freed for the next tensor")
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     options = parser.parse_args()
     torch.set_num_threads(1)
-    if not options.fresh_memory:
+    if options.keep_memory:
         keep_memory()
     library = kernels.load()
     has_kernels = library.has_cuda if options.device == "cuda" else library.path is not None
@@ -271,6 +272,7 @@ def main() -> None:
         print(f"nothing to time, no kernels are compiled for {options.device}: {library.reason}")
         return
     name = torch.cuda.get_device_name() if options.device == "cuda" else f"{library.instruction_set}, one thread"
+    name += ", freed memory kept" if options.keep_memory else ""
     header = f"{name}; torch {torch.__version__}, python {platform.python_version()}, {platform.machine()}"
     print(header)
     measured = []

@@ -4,8 +4,6 @@
 namespace ptdp {
 namespace {
 
-constexpr float kLog2E = 1.4426950409f;
-
 template <class T>
 inline V sigmoid(V x) {
   return logistic2<T>(x * -kLog2E);

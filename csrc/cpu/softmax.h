@@ -33,7 +33,7 @@ int softmax(const Softmax a, int64_t begin, int64_t end) {
     const float top = mask ? max(seen, masked) : max(seen, scaled);
     const float base = top == -kInfinity ? 0.0f : top;
     const float total = sum(seen, [&](int64_t j, auto n) {
-      const V v = exp(load(e + j, n) - base);
+      const V v = exp<T>(load(e + j, n) - base);
       store(e + j, v, n);
       return v;
     });

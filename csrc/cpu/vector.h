@@ -203,31 +203,15 @@ inline float max(int64_t width, F f) {
 
 // Adding it to a small float rounds that to an integer, which then stands in the lowest bits: 1.5 * 2^23.
 constexpr float kToInteger = 12582912.0f;
+constexpr float kLog2E = 1.4426950409f;
 
 // 2^n, of n + kToInteger; n in [-126, 127].
 inline V power_of_two(V shifted) { return bits_as<V>((bits_as<I>(shifted) << 23) + 0x3f800000); }
 
-// exp to about one unit in the last place; 0 below exp(-87.33), and no more than exp(88.37). The polynomial is Cephes' expf.
-inline V exp(V x) {
-  x = smaller(all(88.37f), x);
-  const V shifted = x * 1.44269504f + kToInteger;
-  const V n = shifted - kToInteger;
-  const V r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
-  V p = all(1.9875691500e-4f);
-  p = p * r + 1.3981999507e-3f;
-  p = p * r + 8.3334519073e-3f;
-  p = p * r + 4.1665795894e-2f;
-  p = p * r + 1.6666665459e-1f;
-  p = p * r + 5.0000001201e-1f;
-  p = p * (r * r) + r + 1.0f;
-  return x < -87.33f ? V{} : p * power_of_two(shifted);
-}
-
-// 1 / (1 + 2^x) within [2^-126, 1], as exactly as T needs: to 2 units in the last place of float32, and 1e-5 for 16 bits.
-// The longer polynomial is Cephes' exp2f, the shorter a least-squares fit.
+// 2^x of x in [-126, 126], as exactly as T needs: within 2e-7 for float32 and 3e-6 for 16 bits. The longer polynomial is
+// Cephes' exp2f, the shorter a least-squares fit.
 template <class T>
-inline V logistic2(V x) {
-  x = smaller(all(126.0f), larger(all(-126.0f), x));
+inline V exp2(V x) {
   const V shifted = x + kToInteger;
   const V r = x - (shifted - kToInteger);
   V p;
@@ -239,13 +223,27 @@ inline V logistic2(V x) {
     p = p * r + 2.402264791e-1f;
     p = p * r + 6.931472028e-1f;
   } else {
-    p = all(9.582853006e-03f);
-    p = p * r + 5.590642727e-02f;
-    p = p * r + 2.402409863e-01f;
-    p = p * r + 6.931241931e-01f;
+    p = all(9.582847e-03f);
+    p = p * r + 5.5906434e-02f;
+    p = p * r + 2.4024099e-01f;
+    p = p * r + 6.9312419e-01f;
   }
   p = p * r + 1.0f;
-  return 1.0f / (p * power_of_two(shifted) + 1.0f);
+  return p * power_of_two(shifted);
+}
+
+inline V clamp(V x) { return smaller(all(126.0f), larger(all(-126.0f), x)); }  // a NaN stays one
+
+// exp for sums and probabilities, whose error grows with |x| as its value falls; 0 below exp(-87), at most exp(87).
+template <class T = float>
+inline V exp(V x) {
+  return x < -87.0f ? V{} : exp2<T>(clamp(x * kLog2E));
+}
+
+// 1 / (1 + 2^x), at least 2^-126.
+template <class T>
+inline V logistic2(V x) {
+  return 1.0f / (exp2<T>(clamp(x)) + 1.0f);
 }
 
 // A vector of a row's width, or where there is none one of equal numbers, so that no loop need ask.
