@@ -7,8 +7,8 @@ median of its turns, of forward and backward together: on a CPU the processor's 
 CUDA the clock's. x is the time of a contestant over ours: above 1 ours is faster.
 
 By default glibc gives large tensors back to the system and maps them anew. On some machines that costs more than the
-operation, and for tensors of a few MiB it hits one contestant or another by luck; with --keep-memory freed memory is kept
-for the next tensor, as CUDA's allocator does, and what is left are the operations themselves.
+operation, and for tensors of a few MiB it hits one contestant or another by luck. With --keep-memory freed memory is
+kept for the next tensor, as CUDA's allocator does, and what is left are the operations themselves.
 """
 
 from __future__ import annotations
