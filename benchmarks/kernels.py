@@ -1,21 +1,27 @@
 """Times the fused kernels against PyTorch: eager, compiled by inductor, and its own fused operations.
 
-    python benchmarks/kernels.py [--rounds 15] [--only softmax] [--inductor] [--csv kernels.csv] [--device cuda]
+    python benchmarks/kernels.py [--rounds 15] [--only gelu] [--keep-memory] [--inductor] [--csv kernels.csv]
 
 Contestants of a row take turns, A B C, C B A, and so on, on one thread, so that all see the same machine; a time is the
 median of its turns, of forward and backward together: on a CPU the processor's time, which neighbours disturb least, on
 CUDA the clock's. x is the time of a contestant over ours: above 1 ours is faster.
+
+By default glibc gives large tensors back to the system and maps them anew. On some machines that costs more than the
+operation, and for tensors of a few MiB it hits one contestant or another by luck. With --keep-memory freed memory is
+kept for the next tensor, as CUDA's allocator does, and what is left are the operations themselves.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
+import ctypes
 import platform
 import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -23,6 +29,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lightning_ptdp import kernels
+from lightning_ptdp.compat.apex import FusedAdam
 from lightning_ptdp.kernels.cross_entropy import cross_entropy
 
 Step = Callable[[], object]
@@ -178,17 +185,20 @@ OPERATIONS: dict[str, Callable[[str, torch.dtype, bool], dict[str, Step]]] = {
 
 
 def adam_steps(device: str, sizes: list[int]) -> dict[str, Step]:
-    """One optimizer step without zeroing; lists of our kernel are made anew each step, as an optimizer does."""
+    """One step without zeroing: the kernel alone, whose lists are at hand, and whole optimizers."""
     lists = [[torch.randn(size, device=device) for size in sizes] for _ in range(2)]
     moments = [[torch.rand(size, device=device) for size in sizes] for _ in range(2)]
     numbers = kernels.AdamStep(1e-4, (0.9, 0.95), 1e-8, 0.1, 10)
     steps: dict[str, Step] = {"ours": lambda: kernels.adam_(*lists, *moments, numbers)}
-    for name, options in {"fused": {"fused": True}, "foreach": {"foreach": True}}.items():
+    for name, make in {
+        "FusedAdam": FusedAdam,
+        "fused": partial(torch.optim.AdamW, fused=True),
+        "foreach": partial(torch.optim.AdamW, foreach=True),
+    }.items():
         parameters = [torch.nn.Parameter(torch.randn(size, device=device)) for size in sizes]
         for parameter in parameters:
             parameter.grad = torch.randn_like(parameter)
-        optimizer = torch.optim.AdamW(parameters, lr=1e-4, weight_decay=0.1, **options)
-        steps[name] = optimizer.step
+        steps[name] = make(parameters, lr=1e-4, weight_decay=0.1).step
     return steps
 
 
@@ -205,6 +215,14 @@ def measure(row: Row, rounds: int, device: str) -> None:
             if i >= 2:
                 row.seconds[name].append(clock() - start)
     row.steps = {}
+
+
+def keep_memory() -> None:
+    """Let glibc neither map large tensors one by one nor trim its heap."""
+    if platform.libc_ver()[0] == "glibc":
+        trim_threshold, mmap_max = -1, -4  # names of malloc.h, without M_
+        ctypes.CDLL(None).mallopt(trim_threshold, 2**31 - 1)
+        ctypes.CDLL(None).mallopt(mmap_max, 0)
 
 
 def wait_for(device: str) -> None:
@@ -242,15 +260,19 @@ def main() -> None:
     parser.add_argument("--only", default="", help="rows whose name contains this")
     parser.add_argument("--inductor", action="store_true", help="also torch.compile's code, which takes minutes")
     parser.add_argument("--csv", type=Path, help="where to write the times")
+    parser.add_argument("--keep-memory", action="store_true", help="keep what is freed for the next tensor")
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     options = parser.parse_args()
     torch.set_num_threads(1)
+    if options.keep_memory:
+        keep_memory()
     library = kernels.load()
     has_kernels = library.has_cuda if options.device == "cuda" else library.path is not None
     if not has_kernels:
         print(f"nothing to time, no kernels are compiled for {options.device}: {library.reason}")
         return
     name = torch.cuda.get_device_name() if options.device == "cuda" else f"{library.instruction_set}, one thread"
+    name += ", freed memory kept" if options.keep_memory else ""
     header = f"{name}; torch {torch.__version__}, python {platform.python_version()}, {platform.machine()}"
     print(header)
     measured = []

@@ -418,26 +418,30 @@ class Chunks {
   // Lists a to e of a chunk; one that is null or empty is left out.
   explicit Chunks(const std::vector<List>& lists) {
     const Tensors& first = *lists[1].tensors;
+    if (first.empty()) return;
+    const auto device = first[0].device();
+    chunks_.reserve(first.size());
     for (size_t i = 0; i < first.size(); ++i) {
       char* at[5] = {};
       int64_t bytes[5] = {};
       Dtype dtypes[5] = {};
+      const int64_t size = first[i].numel();
       for (size_t k = 0; k < lists.size(); ++k) {
         if (!lists[k].tensors || lists[k].tensors->empty()) continue;
         STD_TORCH_CHECK(lists[k].tensors->size() == first.size(), "ptdp: lists of tensors must be equally long");
         const Tensor& t = (*lists[k].tensors)[i];
-        STD_TORCH_CHECK(t.is_contiguous() && t.numel() == first[i].numel() && t.device() == first[0].device(),
+        STD_TORCH_CHECK(t.is_contiguous() && t.numel() == size && t.device() == device,
                         "ptdp: tensors of a list must be contiguous, on one device, and as large as their partners");
         dtypes[k] = dtype_of(t);
         STD_TORCH_CHECK(!lists[k].is_float || dtypes[k] == Dtype::float32, "ptdp: weights and moments are float32");
         bytes[k] = dtypes[k] == Dtype::float32 ? 4 : 2;
         at[k] = static_cast<char*>(lists[k].writes ? out(t) : const_cast<void*>(in(t)));
       }
-      for (int64_t start = 0; start < first[i].numel(); start += kChunk) {
+      for (int64_t start = 0; start < size; start += kChunk) {
         void* p[5];
         for (int k = 0; k < 5; ++k) p[k] = at[k] ? at[k] + start * bytes[k] : nullptr;
         chunks_.push_back({p[0], p[1], p[2], p[3], p[4], dtypes[0], dtypes[1], dtypes[4],
-                           std::min(kChunk, first[i].numel() - start)});
+                           std::min(kChunk, size - start)});
       }
     }
   }

@@ -1,9 +1,9 @@
 """Does an optimizer give a part of the parameters the steps that it gives them within the whole?
 
 Ranks step parts of a model: pipeline ranks whole parameters, but not all of them; tensor ranks pieces of parameters.
-That is right for an optimizer that treats each element alone. torch's own are known by name; any other is tried:
-rebuilt from its options on a few small parameters, it steps them all together, each parameter alone, and each in two
-pieces, with the same gradients. Where the results differ, the split would change the numbers.
+That is right for an optimizer that treats each element alone. Those of torch and of NVIDIA Apex are known by name. Any
+other is tried: rebuilt from its options on a few small parameters, it steps them all together, each parameter alone,
+and each in two pieces, with the same gradients. Where the results differ, the split would change the numbers.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn, optim
 from torch.optim import Optimizer
+
+from lightning_ptdp.kernels.status import find_apex
 
 _SHAPES: tuple[tuple[int, ...], ...] = ((), (6,), (6, 4), (4, 3, 2), (4, 2, 2, 2))
 _SCALES = (0.1, 10.0, 1.0, 0.5)  # of the gradients, a step each
@@ -62,6 +64,13 @@ _ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
         optim.SGD,
     }
 )
+_ELEMENTWISE_OF_APEX = frozenset(
+    {
+        "apex.optimizers.fused_adam.FusedAdam",
+        "apex.optimizers.fused_sgd.FusedSGD",
+        "apex.optimizers.fused_adagrad.FusedAdagrad",
+    }
+)
 
 
 def judge(optimizer: Optimizer) -> Verdict:
@@ -72,9 +81,15 @@ def judge(optimizer: Optimizer) -> Verdict:
     declared = getattr(optimizer, "is_elementwise", None)
     if isinstance(declared, bool):
         return Verdict() if declared else Verdict(in_pieces=math.inf)
-    if type(optimizer) in _ELEMENTWISE or not any(group["params"] for group in optimizer.param_groups):
+    if _is_known(type(optimizer)) or not any(group["params"] for group in optimizer.param_groups):
         return Verdict()
     return _tried(optimizer)
+
+
+def _is_known(kind: type[Optimizer]) -> bool:
+    if kind in _ELEMENTWISE:
+        return True
+    return f"{kind.__module__}.{kind.__qualname__}" in _ELEMENTWISE_OF_APEX and find_apex() == "nvidia"
 
 
 def _tried(optimizer: Optimizer) -> Verdict:

@@ -55,7 +55,7 @@ UNITS: dict[str, Unit] = {
     "exchange": _unit(2, f"comm {_PURE}", "torch"),
     "failure": _unit(2, f"comm {_PURE}", "torch"),
     "preflight": _unit(2, "comm", "torch"),
-    "probe": _unit(2, "", "torch"),
+    "probe": _unit(2, "kernels.status", "torch"),
     "tensor_parallel": _unit(2, f"comm kernels {_PURE}", "torch numpy"),
     "data_parallel": _unit(2, f"comm kernels {_PURE}", "torch"),
     "pipeline": _unit(2, f"comm {_PURE}", "torch"),

@@ -5,6 +5,8 @@ import torch
 from torch import nn, optim
 
 from lightning_ptdp import probe
+from lightning_ptdp.compat.apex import FusedAdam
+from lightning_ptdp.kernels.status import _APEX_FILES
 from lightning_ptdp.probe import judge
 from tests.trainer.broken import Around, GlobalNorm, Lamb, NeedsCuda
 
@@ -81,6 +83,27 @@ def test_optimizers_are_judged_by_what_they_do(optimizer, is_parameterwise, is_e
     verdict = judge(optimizer())
     assert (verdict.is_parameterwise, verdict.is_elementwise) == (is_parameterwise, is_elementwise)
     assert not verdict.unknown
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["kernels", "references"])
+@pytest.mark.parametrize("adam_w_mode", [True, False])
+def test_word_of_our_fused_adam_is_true(adam_w_mode, dtype):
+    optimizer = FusedAdam(parameters(), lr=0.01, weight_decay=0.1, adam_w_mode=adam_w_mode)
+    assert judge(optimizer).is_elementwise
+    assert probe._try(optimizer, dtype).is_elementwise
+
+
+@pytest.mark.parametrize(("files", "is_known"), [(_APEX_FILES, True), ((), False)], ids=["NVIDIA's", "another's"])
+def test_optimizer_of_a_real_apex_is_known_by_name(files, is_known, tmp_path, monkeypatch):
+    """A stand-in that cannot be tried, as Apex's without CUDA; which Apex is installed is told by its files."""
+    for file in ("__init__.py", *files):
+        (tmp_path / "apex" / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "apex" / file).touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    kind = type("FusedAdam", (NeedsCuda,), {"__module__": "apex.optimizers.fused_adam", "__qualname__": "FusedAdam"})
+    verdict = judge(kind(parameters(), lr=0.1))
+    assert verdict.is_elementwise == is_known
+    assert bool(verdict.unknown) != is_known
 
 
 @pytest.mark.parametrize(

@@ -35,11 +35,9 @@ int cross_entropy_gradient(const CrossEntropyGradient a, int64_t begin, int64_t 
       std::fill(dx, dx + a.width, T{});
       continue;
     }
-    each(a.width, [&](int64_t j, auto n) {
-      store(dx + j, (exp(load(x + j, n) - normalizer) - a.uniform) * scale, n);
-    });
+    fill(dx, a.width, [&](int64_t j, auto n) { return (exp<T>(load(x + j, n) - normalizer) - a.uniform) * scale; });
     if (target >= 0) {
-      const float probability = exp(all(widen(x[target]) - normalizer))[0];
+      const float probability = exp<T>(all(widen(x[target]) - normalizer))[0];
       dx[target] = narrow<T>((probability - a.uniform - a.hit) * scale);
     }
   }

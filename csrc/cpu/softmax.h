@@ -20,21 +20,26 @@ int softmax(const Softmax a, int64_t begin, int64_t end) {
       seen = *mask ? 0 : seen;
       mask = nullptr;
     }
-    const float top = max(seen, [&](int64_t j, auto n) {
-      V v = load(x + j, n) * a.scale;
-      if (mask) v = load(mask + j, n) != 0 ? all(-kInfinity) : v;
+    auto scaled = [x, e, scale = a.scale](int64_t j, auto n) {
+      const V v = load(x + j, n) * scale;
       store(e + j, v, n);
       return v;
-    });
+    };
+    auto masked = [scaled, e, mask](int64_t j, auto n) {
+      const V v = load(mask + j, n) != 0 ? all(-kInfinity) : scaled(j, n);
+      store(e + j, v, n);
+      return v;
+    };
+    const float top = mask ? max(seen, masked) : max(seen, scaled);
     const float base = top == -kInfinity ? 0.0f : top;
     const float total = sum(seen, [&](int64_t j, auto n) {
-      const V v = exp(load(e + j, n) - base);
+      const V v = exp<T>(load(e + j, n) - base);
       store(e + j, v, n);
       return v;
     });
     const bool is_masked = a.mask != nullptr && total == 0;
     const float inverse = is_masked ? 0.0f : 1.0f / total;
-    each(seen, [&](int64_t j, auto n) { store(y + j, load(e + j, n) * inverse, n); });
+    fill(y, seen, [&](int64_t j, auto n) { return load(e + j, n) * inverse; });
     std::fill(y + seen, y + a.keys, T{});
   }
   return 0;
@@ -48,7 +53,7 @@ int softmax_backward(const SoftmaxBackward a, int64_t begin, int64_t end) {
     T* dx = static_cast<T*>(a.dx) + row * a.keys;
     const int64_t seen = visible_keys(row, a.queries, a.keys, a.causal);
     const float dot = sum(seen, [&](int64_t j, auto n) { return load(g + j, n) * load(y + j, n); });
-    each(seen, [&](int64_t j, auto n) { store(dx + j, load(y + j, n) * a.scale * (load(g + j, n) - dot), n); });
+    fill(dx, seen, [&](int64_t j, auto n) { return load(y + j, n) * a.scale * (load(g + j, n) - dot); });
     std::fill(dx + seen, dx + a.keys, T{});
   }
   return 0;

@@ -1,5 +1,5 @@
-// Vectors of floats in the compiler's own vector types, so that one source serves every instruction set. Only the
-// conversions between 16 and 32 bits, which the compiler does poorly, are intrinsics where there are any.
+// Vectors of floats in the compiler's own vector types, so that one source serves every instruction set. What the compiler
+// does poorly is intrinsics where there are any: conversions between 16 and 32 bits, minimum and maximum.
 // PTDP_LANES is the number of floats in a register.
 #pragma once
 #include <cmath>
@@ -7,8 +7,9 @@
 #include <cstring>
 #include <limits>
 #include <type_traits>
+#include <vector>
 
-#if defined(__AVX2__)
+#if defined(__SSE2__)
 #include <immintrin.h>
 #endif
 
@@ -92,14 +93,29 @@ template <class N>
 inline void store(float* p, V v, N n) {
   std::memcpy(p, &v, 4 * static_cast<size_t>(static_cast<int64_t>(n)));
 }
+// The upper halves of floats, rounded to nearest, ties to even; a NaN stays one.
+inline U rounded(V v) {
+  const U u = bits_as<U>(v);
+  return v == v ? (u + 0x7fff + ((u >> 16) & 1)) >> 16 : U{} + 0x7fc0;
+}
 template <class N>
 inline void store(bf16* p, V v, N n) {
-  const U u = bits_as<U>(v);
-  const U rounded = (u + 0x7fff + ((u >> 16) & 1)) >> 16;
-  const U chosen = v == v ? rounded : U{} + 0x7fc0;
-  const H h = to_16_bits(chosen);
+  const H h = to_16_bits(rounded(v));
   std::memcpy(p, &h, 2 * static_cast<size_t>(static_cast<int64_t>(n)));
 }
+
+template <class T>
+inline void store_two(T* p, V first, V second) {
+  store(p, first, Whole{});
+  store(p + kLanes, second, Whole{});
+}
+#if defined(__AVX2__) && !defined(__AVX512BW__)
+inline void store_two(bf16* p, V first, V second) {  // packed in one go
+  const __m256i halves = _mm256_packus_epi32(bits_as<__m256i>(rounded(first)), bits_as<__m256i>(rounded(second)));
+  const __m256i in_order = _mm256_permute4x64_epi64(halves, 0b11011000);
+  std::memcpy(p, &in_order, sizeof in_order);
+}
+#endif
 
 // Calls f(j, n) for each vector of a row: n elements from j on.
 template <class F>
@@ -109,11 +125,41 @@ inline void each(int64_t width, F f) {
   if (j < width) f(j, width - j);
 }
 
+// out[j...] = f(j, n) over a row.
+template <class T, class F>
+inline void fill(T* out, int64_t width, F f) {
+  int64_t j = 0;
+  for (; j + 2 * kLanes <= width; j += 2 * kLanes) {
+    const V first = f(j, Whole{}), second = f(j + kLanes, Whole{});
+    store_two(out + j, first, second);
+  }
+  if (j + kLanes <= width) {
+    store(out + j, f(j, Whole{}), Whole{});
+    j += kLanes;
+  }
+  if (j < width) store(out + j, f(j, width - j), width - j);
+}
+
 inline V first_lanes(V v, int64_t n, float others) {
   for (int64_t i = n; i < kLanes; ++i) v[i] = others;
   return v;
 }
+
+// b where either is NaN
+#if defined(__AVX512F__) && PTDP_LANES == 16
+inline V larger(V a, V b) { return _mm512_max_ps(a, b); }
+inline V smaller(V a, V b) { return _mm512_min_ps(a, b); }
+#elif defined(__AVX__) && PTDP_LANES == 8
+inline V larger(V a, V b) { return _mm256_max_ps(a, b); }
+inline V smaller(V a, V b) { return _mm256_min_ps(a, b); }
+#elif defined(__SSE2__) && PTDP_LANES == 4
+inline V larger(V a, V b) { return _mm_max_ps(a, b); }
+inline V smaller(V a, V b) { return _mm_min_ps(a, b); }
+#else
 inline V larger(V a, V b) { return a > b ? a : b; }
+inline V smaller(V a, V b) { return a < b ? a : b; }
+#endif
+
 inline float lanes_sum(V v) {
   float total = 0;
   for (int64_t i = 0; i < kLanes; ++i) total += v[i];
@@ -155,24 +201,66 @@ inline float max(int64_t width, F f) {
   return lanes_max(larger(m0, m1));
 }
 
-// exp to about one unit in the last place; 0 below exp(-87.33), inf above exp(88.37). The polynomial is Cephes' expf.
-inline V exp(V x) {
-  const V shift = all(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer, which stands in the lowest bits
-  const V shifted = x * 1.44269504f + shift;
-  const V n = shifted - shift;
-  const V r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
-  V p = all(1.9875691500e-4f);
-  p = p * r + 1.3981999507e-3f;
-  p = p * r + 8.3334519073e-3f;
-  p = p * r + 4.1665795894e-2f;
-  p = p * r + 1.6666665459e-1f;
-  p = p * r + 5.0000001201e-1f;
-  p = p * (r * r) + r + 1.0f;
-  V y = bits_as<V>(bits_as<I>(p) + (bits_as<I>(shifted) << 23));
-  y = x < -87.33f ? V{} : y;
-  y = x > 88.37f ? all(kInfinity) : y;
-  return x == x ? y : x;
+// Adding it to a small float rounds that to an integer, which then stands in the lowest bits: 1.5 * 2^23.
+constexpr float kToInteger = 12582912.0f;
+constexpr float kLog2E = 1.4426950409f;
+
+// 2^n, of n + kToInteger; n in [-126, 127].
+inline V power_of_two(V shifted) { return bits_as<V>((bits_as<I>(shifted) << 23) + 0x3f800000); }
+
+// 2^x of x in [-126, 126], as exactly as T needs: within 2e-7 for float32 and 3e-6 for 16 bits. The longer polynomial is
+// Cephes' exp2f, the shorter a least-squares fit.
+template <class T>
+inline V exp2(V x) {
+  const V shifted = x + kToInteger;
+  const V r = x - (shifted - kToInteger);
+  V p;
+  if constexpr (std::is_same_v<T, float>) {
+    p = all(1.535336188e-4f);
+    p = p * r + 1.339887440e-3f;
+    p = p * r + 9.618437357e-3f;
+    p = p * r + 5.550332471e-2f;
+    p = p * r + 2.402264791e-1f;
+    p = p * r + 6.931472028e-1f;
+  } else {
+    p = all(9.582847e-03f);
+    p = p * r + 5.5906434e-02f;
+    p = p * r + 2.4024099e-01f;
+    p = p * r + 6.9312419e-01f;
+  }
+  p = p * r + 1.0f;
+  return p * power_of_two(shifted);
 }
+
+inline V clamp(V x) { return smaller(all(126.0f), larger(all(-126.0f), x)); }  // a NaN stays one
+
+// exp for sums and probabilities, whose error grows with |x| as its value falls; 0 below exp(-87), at most exp(87).
+template <class T = float>
+inline V exp(V x) {
+  return x < -87.0f ? V{} : exp2<T>(clamp(x * kLog2E));
+}
+
+// 1 / (1 + 2^x), at least 2^-126.
+template <class T>
+inline V logistic2(V x) {
+  return 1.0f / (exp2<T>(clamp(x)) + 1.0f);
+}
+
+// A vector of a row's width, or where there is none one of equal numbers, so that no loop need ask.
+struct OrElse {
+  std::vector<float> spare;
+  const float* data;
+  OrElse(const float* p, int64_t width, float value) : spare(p ? 0 : width, value), data(p ? p : spare.data()) {}
+};
+
+// Where each part adds its sums over rows; a row that nobody reads where none are wanted.
+struct SumsOrElse {
+  std::vector<float> spare;
+  float* partial;
+  int64_t width;
+  SumsOrElse(float* p, int64_t width) : spare(p ? 0 : width), partial(p), width(width) {}
+  float* of(int64_t part) { return partial ? partial + part * width : spare.data(); }
+};
 
 inline V sqrt(V x) {
   V y;

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from lightning_ptdp.comm.collectives import all_reduce_
+from lightning_ptdp.kernels import sum_of_squares
 
 
 def total_norm(gradients: Iterable[Tensor], group: ProcessGroup, device: torch.device) -> Tensor:
@@ -17,12 +18,12 @@ def total_norm(gradients: Iterable[Tensor], group: ProcessGroup, device: torch.d
     gradients: those that this rank counts: its shards, and what it is the one of several owners to count.
     group: the ranks that hold the model once (t * p).
 
-    Returns a scalar in float32, or wider where a gradient is wider; the same on every rank.
+    Returns a scalar in float64, in float32 where the device has no other; the same on every rank.
     """
     counted = list(gradients)
-    norm = torch.nn.utils.get_total_norm(counted) if counted else torch.zeros(())
-    squared = norm.to(device=device, dtype=torch.float64 if device.type != "mps" else torch.float32).square()
-    return all_reduce_(squared, group).sqrt()
+    wide = torch.float64 if device.type != "mps" else torch.float32
+    mine = sum_of_squares(counted).to(device) if counted else torch.zeros((), dtype=wide, device=device)
+    return all_reduce_(mine, group).sqrt()
 
 
 def clip_(parameters: Iterable[nn.Parameter], norm: Tensor, max_norm: float) -> None:

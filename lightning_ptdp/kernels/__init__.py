@@ -3,7 +3,14 @@
 from lightning_ptdp.kernels.activation import bias_gelu, swiglu
 from lightning_ptdp.kernels.dropout_add import bias_dropout_add
 from lightning_ptdp.kernels.library import Library, is_compiled, load, references
-from lightning_ptdp.kernels.multi_tensor import AdamStep, accumulate_weight_gradient, adam_, l2_norms, scale_
+from lightning_ptdp.kernels.multi_tensor import (
+    AdamStep,
+    accumulate_weight_gradient,
+    adam_,
+    l2_norms,
+    scale_,
+    sum_of_squares,
+)
 from lightning_ptdp.kernels.norm import layer_norm, rms_norm
 from lightning_ptdp.kernels.rotary import rotary_embedding
 from lightning_ptdp.kernels.softmax import scaled_causal_softmax, scaled_masked_softmax, scaled_softmax
@@ -22,6 +29,7 @@ __all__ = [
     "adam_",
     "scale_",
     "l2_norms",
+    "sum_of_squares",
     "accumulate_weight_gradient",
     "Library",
     "load",

@@ -117,7 +117,7 @@ def cuda_command(nvcc: str, *more: str) -> tuple[str, ...]:
     archs = os.environ.get("PTDP_CUDA_ARCHS", "80;90;100").split(";")
     codes = [f for arch in archs for f in ("-gencode", f"arch=compute_{arch},code=sm_{arch}")]
     codes += ["-gencode", f"arch=compute_{archs[-1]},code=compute_{archs[-1]}"]
-    flags = ("-O3", "-std=c++17", "-Xcompiler", "-fPIC,-fvisibility=hidden")
+    flags = ("-O3", "-std=c++17", "--threads", "0", "-Xcompiler", "-fPIC,-fvisibility=hidden")
     return (nvcc, *flags, *codes, *more, "-c", "cuda/kernels.cu")
 
 

@@ -1,9 +1,11 @@
-"""Lists of tensors in one pass: Adam, scaling, norms."""
+"""Lists of tensors in one pass: Adam, scaling, norms. The tensors of a call lie on one device."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
+from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -57,10 +59,8 @@ def adam_(
     if not weights:
         return
     _check_partners(weights, grads, first_moments, second_moments, *([copies] if copies else []))
-    lists = (weights, grads, first_moments, second_moments, copies)
-    floats = {tensor.dtype for tensors in (weights, first_moments, second_moments) for tensor in tensors}
-    fits = floats == {torch.float32} and torch.float32 not in {copy.dtype for copy in copies}
-    if not fits or not _are_compiled(*lists):
+    fits = _dtypes(weights, first_moments, second_moments) == {torch.float32} and torch.float32 not in _dtypes(copies)
+    if not fits or not _are_compiled(weights, grads, first_moments, second_moments, copies):
         reference.adam_(weights, grads, first_moments, second_moments, numbers, copies=copies, found_inf=found_inf)
         return
     checks = found_inf is not None
@@ -103,14 +103,26 @@ def scale_(inputs: Sequence[Tensor], outputs: Sequence[Tensor], factor: float, f
         reference.scale_(inputs, outputs, factor, found_inf)
 
 
+def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
+    """Of all elements of the tensors, a float64 scalar (float32 where a device has no float64).
+
+    Raises:
+        ValueError: the list is empty.
+    """
+    _check_not_empty(tensors)
+    if not _are_compiled(tensors):
+        return reference.sum_of_squares(tensors)
+    squares: Tensor = torch.ops.ptdp.squares(list(tensors))
+    return squares.sum()
+
+
 def l2_norms(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """The L2 norm of all elements, a scalar, and that of each tensor, [n]: float32, summed in wider numbers.
 
     Raises:
         ValueError: the list is empty.
     """
-    if not tensors:
-        raise ValueError("a norm is of at least one tensor; got an empty list")
+    _check_not_empty(tensors)
     if not _are_compiled(tensors):
         return reference.l2_norms(tensors)
     counts = [-(-tensor.numel() // CHUNK) for tensor in tensors]
@@ -138,10 +150,18 @@ def accumulate_weight_gradient(main_grad: Tensor, grad_output: Tensor, x: Tensor
         main_grad.addmm_(rows_out.t().to(main_grad.dtype), rows_in.to(main_grad.dtype))
 
 
+def _check_not_empty(tensors: Sequence[Tensor]) -> None:
+    if not tensors:
+        raise ValueError("a norm is of at least one tensor; got an empty list")
+
+
+# A model may have thousands of tensors, so what asks each of them something is `map`.
+
+
 def _check_partners(first: Sequence[Tensor], *others: Sequence[Tensor]) -> None:
-    sizes = [tensor.numel() for tensor in first]
+    sizes = list(map(Tensor.numel, first))
     for other in others:
-        if sizes != [tensor.numel() for tensor in other]:
+        if sizes != list(map(Tensor.numel, other)):
             raise ValueError(
                 "lists of tensors go together element by element; got shapes "
                 f"{[tuple(tensor.shape) for tensor in first]} and {[tuple(tensor.shape) for tensor in other]}"
@@ -150,17 +170,18 @@ def _check_partners(first: Sequence[Tensor], *others: Sequence[Tensor]) -> None:
 
 def _mark_written(*lists: Sequence[Tensor]) -> None:
     """Tell autograd, so that a graph that needs the old values raises."""
-    torch.autograd.graph.increment_version([tensor for tensors in lists for tensor in tensors])
+    torch.autograd.graph.increment_version(chain(*lists))
 
 
 def _are_compiled(*lists: Sequence[Tensor]) -> bool:
-    tensors = [tensor for tensors in lists for tensor in tensors]
-    kinds = {(tensor.device, tensor.dtype) for tensor in tensors}
-    return (
-        len({device for device, _ in kinds}) == 1
-        and all(is_compiled(device.type, dtype) for device, dtype in kinds)
-        and all(tensor.is_contiguous() for tensor in tensors)
+    device = lists[0][0].device.type
+    return all(is_compiled(device, dtype) for dtype in _dtypes(*lists)) and all(
+        map(Tensor.is_contiguous, chain(*lists))
     )
+
+
+def _dtypes(*lists: Iterable[Tensor]) -> set[torch.dtype]:
+    return set(map(attrgetter("dtype"), chain(*lists)))
 
 
 OPS = (

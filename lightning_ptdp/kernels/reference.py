@@ -170,6 +170,11 @@ def scale_(inputs: Sequence[Tensor], outputs: Sequence[Tensor], factor: float, f
         out.copy_(product)
 
 
+def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
+    norm = torch.nn.utils.get_total_norm(tensors)
+    return norm.to(torch.float64 if norm.device.type != "mps" else torch.float32).square()
+
+
 def l2_norms(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     of_each = torch.stack([torch.linalg.vector_norm(t, dtype=torch.float64) for t in tensors])
     return torch.linalg.vector_norm(of_each).float(), of_each.float()

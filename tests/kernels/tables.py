@@ -57,5 +57,25 @@ def emulated_table(edit: Callable[[Path], None] = lambda folder: None) -> tuple[
         return _shared(folder, {"kernels.o": command}), "ptdp_cuda"
 
 
+def cuda_object() -> tuple[Path, str]:
+    """CUDA's kernels as nvcc compiles them, once for all tests, and what ptxas says of each."""
+    nvcc = build.nvcc()
+    assert nvcc is not None, "asked for where there is an nvcc only"
+    # the last argument is where the object goes; what is beside its folder stays
+    script = 'for out; do :; done; log="${out%/*}/../ptxas.log"; "$@" >"$log" 2>&1 || { cat "$log"; exit 1; }'
+    command = ("sh", "-c", script, "sh", *build.cuda_command(nvcc, "-Xptxas", "-v"))
+    compiled = build.cached(build.Plan(build.sources(), {}, command))
+    return compiled, (compiled.parent / "ptxas.log").read_text()
+
+
+def linked_with_cuda(namespace: str) -> Path:
+    """The library as a wheel for CUDA carries it, with the CPU's baseline."""
+    name, folder = (f"-DPTDP_NAMESPACE={namespace}",), build.torch_folder()
+    plan = build.plan(build.sources(), build.compiler(), folder, levels=("baseline",), nvcc=build.nvcc(), extra=name)
+    cuda, _ = cuda_object()
+    link = tuple(str(cuda) if part == "cuda.o" else part for part in plan.link)
+    return build.cached(build.Plan(plan.sources, {k: v for k, v in plan.objects.items() if k != "cuda.o"}, link))
+
+
 def _shared(folder: Path, objects: dict[str, tuple[str, ...]]) -> Path:
     return build.cached(build.Plan(folder, objects, (build.compiler(), "-shared", *objects)))

@@ -203,14 +203,17 @@ def test_norms_and_scaling_of_lists(compiled):
     found_inf = torch.zeros(1)
     if compiled:
         total, each = kernels.l2_norms(tensors)
+        squares = kernels.sum_of_squares(tensors)
         kernels.scale_(tensors, outputs, 0.5, found_inf)
     else:
         with kernels.references():
             total, each = kernels.l2_norms(tensors)
+            squares = kernels.sum_of_squares(tensors)
             kernels.scale_(tensors, outputs, 0.5, found_inf)
     expected = torch.stack([tensor.double().norm() for tensor in tensors])
     torch.testing.assert_close(each.double(), expected, rtol=1e-6, atol=0)
     torch.testing.assert_close(total.double(), expected.norm(), rtol=1e-6, atol=0)
+    torch.testing.assert_close(squares.sqrt(), expected.norm(), rtol=1e-6, atol=0)
     assert all(
         torch.equal(out, (tensor.float() * 0.5).bfloat16()) for out, tensor in zip(outputs, tensors, strict=True)
     )

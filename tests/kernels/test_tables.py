@@ -11,7 +11,7 @@ import torch
 
 from lightning_ptdp.kernels import build
 from tests.kernels.cases import CASES, largest_error
-from tests.kernels.tables import cpu_table, emulated_table, operations
+from tests.kernels.tables import cpu_table, cuda_object, emulated_table, linked_with_cuda, operations
 
 pytestmark = [
     pytest.mark.slow,
@@ -95,29 +95,17 @@ def test_emulation_notices(name):
 @pytest.mark.skipif(build.nvcc() is None, reason="needs nvcc to compile the CUDA kernels")
 def test_cuda_kernels_compile_within_registers(tmp_path):
     """For compute capabilities 8.0, 9.0 and 10.0; what a kernel takes more than 64 registers of is too much of."""
-    compiled = build.cached(cuda_usage_plan())
-    usage = [line for line in compiled.read_text().splitlines() if "registers" in line or "spill" in line]
+    _, listing = cuda_object()
+    usage = [line for line in listing.splitlines() if "registers" in line or "spill" in line]
     assert len([line for line in usage if "registers" in line]) >= 3 * 44
     assert all("0 bytes spill stores, 0 bytes spill loads" in line for line in usage if "spill" in line)
     assert max(int(line.split("Used ")[1].split(" registers")[0]) for line in usage if "registers" in line) <= 64
 
 
-def cuda_usage_plan() -> build.Plan:
-    """A "library" that is the listing of ptxas."""
-    nvcc = build.nvcc()
-    assert nvcc is not None
-    script = 'for out; do :; done; "$@" >"$out.txt" 2>&1 && mv "$out.txt" "$out" || { cat "$out.txt"; exit 1; }'
-    listing = ("sh", "-c", script, "sh", *build.cuda_command(nvcc, "-Xptxas", "-v"))
-    return build.Plan(build.sources(), {}, listing)
-
-
 @pytest.mark.skipif(build.nvcc() is None, reason="needs nvcc to compile the CUDA kernels")
 def test_library_with_cuda_loads_where_pytorch_has_none():
     """The whole library as a wheel for CUDA carries it: it links, loads, and runs its CPU kernels."""
-    name = ("-DPTDP_NAMESPACE=ptdp_linked",)
-    folder = build.torch_folder()
-    plan = build.plan(build.sources(), build.compiler(), folder, levels=("baseline",), nvcc=build.nvcc(), extra=name)
-    torch.ops.load_library(str(build.cached(plan)))
+    torch.ops.load_library(str(linked_with_cuda("ptdp_linked")))
     assert torch.ops.ptdp_linked.has_cuda() == (torch.version.cuda is not None)
     x = torch.randn(3, 5)
     torch.testing.assert_close(torch.ops.ptdp_linked.softmax(x, None, 1.0, False), x.softmax(-1))

@@ -16,8 +16,8 @@ from lightning_ptdp.kernels import AdamStep, adam_
 class FusedAdam(Optimizer):
     """Adam, or AdamW (adam_w_mode), with all parameters of a device and dtype in one kernel.
 
-    Moments are float32, and the state of a parameter has the names of torch.optim.AdamW's: step, exp_avg, exp_avg_sq;
-    with master_weights also master, the float32 weight of a 16-bit parameter.
+    Moments are float32, of a float64 parameter float64. The state of a parameter has the names of torch.optim.AdamW's:
+    step, exp_avg, exp_avg_sq; with master_weights also master, the float32 weight of a 16-bit parameter.
 
     Args:
         params, lr, betas, eps, weight_decay: as torch.optim.AdamW.
@@ -29,6 +29,8 @@ class FusedAdam(Optimizer):
     Raises:
         ValueError: amsgrad or capturable, which these kernels don't have.
     """
+
+    is_elementwise = True  # what lightning_ptdp asks of an optimizer whose parameters it splits
 
     def __init__(
         self,
@@ -72,43 +74,39 @@ class FusedAdam(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            for (_, _, step), parameters in self._alike(group).items():
-                self._update(group, parameters, step)
+            for step, parameters in self._alike([p for p in group["params"] if p.grad is not None]).items():
+                self._update(group, parameters, step[0])
         return loss
 
-    def _alike(self, group: dict[str, Any]) -> dict[tuple[torch.device, torch.dtype, int], list[Tensor]]:
-        """Parameters with a gradient, by device, dtype and the number of the step."""
-        found: dict[tuple[torch.device, torch.dtype, int], list[Tensor]] = defaultdict(list)
-        for parameter in group["params"]:
-            if parameter.grad is None:
-                continue
-            if parameter.grad.is_sparse:
-                raise ValueError("FusedAdam takes dense gradients; use torch.optim.SparseAdam for sparse ones")
-            state = self._state_of(parameter)
-            state["step"] += 1
-            found[parameter.device, parameter.dtype, int(state["step"])].append(parameter)
+    def _alike(self, parameters: list[Tensor]) -> dict[tuple[int, torch.dtype, torch.device], list[Tensor]]:
+        """Parameters by the number of the step that they take, dtype and device."""
+        steps = [(self.state[parameter] or self._start(parameter))["step"] for parameter in parameters]
+        found: dict[tuple[int, torch.dtype, torch.device], list[Tensor]] = defaultdict(list)
+        for parameter, step in zip(parameters, steps, strict=True):
+            found[int(step.item()) + 1, parameter.dtype, parameter.device].append(parameter)
         return found
 
-    def _state_of(self, parameter: Tensor) -> dict[str, Any]:
+    def _start(self, parameter: Tensor) -> dict[str, Any]:
         state: dict[str, Any] = self.state[parameter]
-        if not state:
-            state["step"] = torch.tensor(0.0)
-            for name in ("exp_avg", "exp_avg_sq"):
-                state[name] = torch.zeros_like(parameter, dtype=torch.float32, memory_format=torch.contiguous_format)
-            if self.master_weights and parameter.dtype != torch.float32:
-                state["master"] = parameter.detach().float()
+        wide = torch.promote_types(parameter.dtype, torch.float32)
+        state["step"] = torch.tensor(0.0)
+        for name in ("exp_avg", "exp_avg_sq"):
+            state[name] = torch.zeros_like(parameter, dtype=wide, memory_format=torch.contiguous_format)
+        if self.master_weights and parameter.dtype != wide:
+            state["master"] = parameter.detach().to(wide)
         return state
 
     def _update(self, group: dict[str, Any], parameters: list[Tensor], step: int) -> None:
-        states = [self.state[parameter] for parameter in parameters]
-        has_32_bits = parameters[0].dtype == torch.float32
-        weights = [
-            parameter.detach() if has_32_bits else state.get("master", parameter.detach().float())
-            for parameter, state in zip(parameters, states, strict=True)
-        ]
+        grads, states = [p.grad for p in parameters if p.grad is not None], [self.state[p] for p in parameters]
+        if any(grad.is_sparse for grad in grads):
+            raise ValueError("FusedAdam takes dense gradients; use torch.optim.SparseAdam for sparse ones")
+        weights, copies = parameters, []
+        if parameters[0].dtype.itemsize == 2:
+            weights = [s["master"] if "master" in s else p.float() for p, s in zip(parameters, states, strict=True)]
+            copies = parameters
         adam_(
             weights,
-            [parameter.grad for parameter in parameters if parameter.grad is not None],
+            grads,
             [state["exp_avg"] for state in states],
             [state["exp_avg_sq"] for state in states],
             AdamStep(
@@ -120,5 +118,6 @@ class FusedAdam(Optimizer):
                 decoupled=self.adam_w_mode,
                 corrects_bias=group["bias_correction"],
             ),
-            copies=() if has_32_bits else [parameter.detach() for parameter in parameters],
+            copies=copies,
         )
+        torch._foreach_copy_([state["step"] for state in states], [torch.tensor(float(step))] * len(states))
