@@ -31,6 +31,7 @@ class ParallelConfig:
     micro_batch_size: samples a microbatch (b); "auto" is the largest that gives at least 4p microbatches.
     eval_micro_batch_size: samples a microbatch in evaluation; None runs each batch whole.
     schedule: "auto", or a name of `lightning_ptdp.schedule.SCHEDULES`.
+    scatter_gather: whether tensor peers send what they hold alike in parts.
     pipeline_split: blocks a stage, in stage order, p * v numbers; None balances by cost.
     """
 
@@ -42,6 +43,7 @@ class ParallelConfig:
     eval_micro_batch_size: int | None = None
     schedule: str = "auto"
     sequence_parallel: bool = False
+    scatter_gather: bool = True
     pipeline_split: Sequence[int] | None = None
 
     def faults(self, schedules: Sequence[str]) -> list[str]:
@@ -53,6 +55,7 @@ class ParallelConfig:
         found += _count_fault("eval_micro_batch_size", self.eval_micro_batch_size, allowed=None)
         found += _choice_fault("schedule", self.schedule, ("auto", *schedules))
         found += _flag_fault("sequence_parallel", self.sequence_parallel)
+        found += _flag_fault("scatter_gather", self.scatter_gather)
         found += self.split_faults()
         if found:
             return found
