@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import pickle
 import warnings
+from collections import deque
 from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +27,10 @@ from lightning_ptdp.comm.shares import Shares
 
 Key = tuple[str, Hashable]
 """What is sent, in words that also tell its cut and direction, and the shapes of the microbatch."""
+
+# Messages that a rank keeps because they may not have left. Gloo knows that of a send only once it has been waited for;
+# waiting cannot deadlock, since a lowered program runs even if every send blocks until its receive is posted.
+_MAX_IN_FLIGHT = 2
 
 
 @dataclass(frozen=True)
@@ -73,10 +78,10 @@ class Messenger:
         self._group, self._device, self._shares = group, device, shares
         self._sent: dict[Key, Envelope] = {}
         self._received: dict[Key, Envelope] = {}
-        self._in_flight: list[tuple[dist.Work, Tensor]] = []
+        self._in_flight: deque[tuple[list[dist.Work], list[Tensor]]] = deque()
 
     def send(self, tensors: tuple[Tensor, ...], destination: int, key: Key, extra: Any = None) -> None:
-        """Start to send; the tensors are kept until they are gone.
+        """Start to send; the tensors are kept until they are gone, those of a few messages at most.
 
         key: fixes the envelope on both sides.
 
@@ -94,15 +99,17 @@ class Messenger:
                 f"activations of shapes {shapes} leave this stage where inputs of the same shapes gave "
                 f"{envelope.tensors}; a pipeline needs activations whose shapes follow from the input's: pad them"
             )
-        self._forget_gone()
-        place = place_in(self._group, destination)
+        self._settle(_MAX_IN_FLIGHT - 1)
+        place, works, leaving = place_in(self._group, destination), [], []
         for tensor, is_part in zip(tensors, envelope.in_parts, strict=True):
-            leaving = tensor.contiguous()
+            content = tensor.contiguous()
             if is_part and self._shares is not None:
-                leaving = self._shares.part(leaving, key[0])
-            work = dist.isend(leaving, group_dst=place, group=self._group)
+                content = self._shares.part(content, key[0])
+            work = dist.isend(content, group_dst=place, group=self._group)
             assert work is not None, "this rank is in the pipeline's group"
-            self._in_flight.append((work, leaving))
+            works.append(work)
+            leaving.append(content)
+        self._in_flight.append((works, leaving))
 
     def receive(self, source: int, key: Key) -> Arriving:
         """Post the receive that meets the `send` under the same key."""
@@ -111,7 +118,6 @@ class Messenger:
             envelope = self._receive_object(source)
             assert isinstance(envelope, Envelope), "both ranks of a pair issue their messages in the same order"
             self._received[key] = envelope
-        self._forget_gone()
         tensors, works, place = [], [], place_in(self._group, source)
         for (shape, dtype), is_part in zip(envelope.tensors, envelope.in_parts, strict=True):
             if is_part and self._shares is not None:
@@ -124,9 +130,14 @@ class Messenger:
             works.append(work)
         return Arriving(envelope, tuple(tensors), tuple(works), self._shares)
 
-    def _forget_gone(self) -> None:
-        """Let go of what has left."""
-        self._in_flight = [(work, tensor) for work, tensor in self._in_flight if not work.is_completed()]
+    def _settle(self, remaining: int) -> None:
+        """Let go of messages that have left, and wait for the oldest until no more than `remaining` are under way."""
+        while self._in_flight and all(work.is_completed() for work in self._in_flight[0][0]):
+            self._in_flight.popleft()
+        while len(self._in_flight) > remaining:
+            works, _ = self._in_flight.popleft()
+            for work in works:
+                work.wait()
 
     def _send_object(self, value: Any, destination: int) -> None:
         """Send a picklable object from the host: its length ahead, then its bytes."""
@@ -149,6 +160,4 @@ class Messenger:
 
     def flush(self) -> None:
         """Wait until everything sent is gone."""
-        for work, _ in self._in_flight:
-            work.wait()
-        self._in_flight = []
+        self._settle(0)

@@ -75,8 +75,8 @@ class Shares:
         seen = [name for names in gather_objects(off, self._replica) for name in names]
         raise RuntimeError(
             f"tensor-parallel peers hold {', '.join(dict.fromkeys(seen))} in different values, where the first ones "
-            "were the same on all of them, so that each peer sent a part: a block hands on a peer's own part of something, "
-            "or draws differently on each peer; use scatter_gather=False"
+            "were the same on all of them, so that each peer sent a part: a block hands on a peer's own part of "
+            "something, or draws differently on each peer; use scatter_gather=False"
         )
 
     def _differing(self) -> list[str]:
