@@ -76,9 +76,6 @@ class Saved:
 
     def __init__(self, module: nn.Module) -> None:
         self._own = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
-        self._shapes = {tuple(p.shape) for p in module.parameters()} | {
-            tuple(p.shape)[::-1] for p in module.parameters()
-        }
         self._seen: dict[int, tuple[int, bool]] = {}
         self._hooks = saved_tensors_hooks(self._pack, lambda tensor: tensor)
         self.of_calls: list[tuple[int, int]] = []
@@ -107,8 +104,15 @@ class Saved:
     def _pack(self, tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in self._own:
-            self._seen[storage.data_ptr()] = storage.nbytes(), tuple(tensor.shape) in self._shapes and tensor.ndim == 2
+            self._seen[storage.data_ptr()] = storage.nbytes(), _is_copy_of_leaf(tensor)
         return tensor
+
+
+def _is_copy_of_leaf(tensor: Tensor) -> bool:
+    node = tensor.grad_fn
+    while node is not None and node.name() in ("ToCopyBackward0", "TBackward0"):
+        node = node.next_functions[0][0]
+    return node is not None and node.name() == "torch::autograd::AccumulateGrad"
 
 
 @dataclass
