@@ -71,7 +71,8 @@ class Model(pl.LightningModule):
 class Saved:
     """Bytes that a module's forward leaves for backward: each storage once, its parameters left out.
 
-    weights: of 16-bit copies of them, which autocast makes. activations: of everything else, the input included.
+    weights: of copies of them in other dtypes, which autocast and norms make. activations: of everything else, the
+    input included.
     """
 
     def __init__(self, module: nn.Module) -> None:
