@@ -80,6 +80,7 @@ def compete(folder: Path) -> None:
             devices=devices,
             precision=job.precision,
             max_epochs=1,
+            use_distributed_sampler=False,
             callbacks=[accounts],
             logger=False,
             enable_checkpointing=False,
