@@ -34,6 +34,7 @@ class ParallelConfig:
     micro_batch_size: samples a microbatch (b); "auto" is the largest that gives at least 4p microbatches.
     eval_micro_batch_size: samples a microbatch in evaluation; None runs each batch whole.
     schedule: "auto", or a name of `lightning_ptdp.schedule.SCHEDULES`.
+    scatter_gather: whether tensor peers send what they hold alike in parts.
     pipeline_split: blocks a stage, in stage order, p * v numbers; None balances by cost.
     init: "plain" builds the whole module on every host, "by_operation" only what a rank owns of it.
     recompute: what backward runs again: "none", "full" for whole blocks, "selective" for attention scores.
@@ -50,6 +51,7 @@ class ParallelConfig:
     eval_micro_batch_size: int | None = None
     schedule: str = "auto"
     sequence_parallel: bool = False
+    scatter_gather: bool = True
     pipeline_split: Sequence[int] | None = None
     init: str = "plain"
     recompute: str = "none"
@@ -67,6 +69,7 @@ class ParallelConfig:
         found += _choice_fault("schedule", self.schedule, ("auto", *schedules))
         found += _choice_fault("init", self.init, ("plain", "by_operation"))
         found += _flag_fault("sequence_parallel", self.sequence_parallel)
+        found += _flag_fault("scatter_gather", self.scatter_gather)
         found += self.split_faults()
         found += self.recompute_faults()
         if found:

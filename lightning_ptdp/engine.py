@@ -25,6 +25,7 @@ from lightning_ptdp.batch import Microbatch
 from lightning_ptdp.comm.collectives import MAX, MIN, all_reduce_, gather_objects
 from lightning_ptdp.comm.groups import Groups
 from lightning_ptdp.comm.p2p import Messenger
+from lightning_ptdp.comm.shares import Shares
 from lightning_ptdp.config import ParallelConfig, micro_batch_size
 from lightning_ptdp.data_parallel import batch_norm
 from lightning_ptdp.data_parallel.buckets import GradientBuffers
@@ -138,8 +139,12 @@ class Engine:
         self._beginnings: tuple[Beginning, ...] = ()
         self._recomputation: Recomputation | None = None
         self.streams = RandomStreams(seed, device)
-        self._messenger = Messenger(groups.pipeline, device)
-        self._runtime = Runtime(self._messenger, groups.pipeline_ranks, groups.at.pipeline)
+        shares_out = config.scatter_gather and not config.sequence_parallel
+        has_both = min(topology.tensor_parallel_size, self._p) > 1
+        self._shares = Shares(groups.tensor, groups.replica) if shares_out and has_both else None
+        self._runtime = Runtime(
+            Messenger(groups.pipeline, device, self._shares), groups.pipeline_ranks, groups.at.pipeline
+        )
         self._current: Action | None = None
         self._summed: list[nn.Parameter] = []
         self._replicated: dict[str, nn.Parameter] = {}
@@ -430,6 +435,8 @@ class Engine:
         actions = self._actions(len(microbatches), trains=trains)
         with self.streams.isolated() if self._names_streams(run) else nullcontext(), self._blame(run):
             self._runtime.run(actions, worker, key, self._at)
+        if self._shares is not None:
+            self._shares.check()
 
     def _actions(self, num_microbatches: int, *, trains: bool) -> Sequence[Action]:
         if num_microbatches == 0:

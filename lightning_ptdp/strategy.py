@@ -124,6 +124,8 @@ class PTDPStrategy(ParallelStrategy):
         recompute_modules: name patterns of modules in the blocks that "selective" runs again; empty takes those called
             `core_attention`, and elsewhere finds the scores.
         sequence_parallel: split activations between split layers along the sequence, for norms that the plan names.
+        scatter_gather: whether tensor peers send what they hold alike in parts from stage to stage; sequence_parallel
+            leaves it off, as activations are in parts already.
         tensor_parallel_plan: name patterns to styles; None takes the module's own.
         pipeline_blocks: name of the list of blocks; None finds the `nn.ModuleList` that holds most parameters.
         pipeline_split: blocks of each stage in stage order; None balances by cost, embeddings and head counted.
@@ -159,6 +161,7 @@ class PTDPStrategy(ParallelStrategy):
         recompute_layers: int | Sequence[int] | None = None,
         recompute_modules: Sequence[str] = (),
         sequence_parallel: bool = False,
+        scatter_gather: bool = True,
         distributed_optimizer: bool = False,
         tensor_parallel_plan: Mapping[str, str] | None = None,
         pipeline_blocks: str | None = None,
@@ -195,6 +198,7 @@ class PTDPStrategy(ParallelStrategy):
             eval_micro_batch_size=eval_micro_batch_size,
             schedule=schedule,
             sequence_parallel=sequence_parallel,
+            scatter_gather=scatter_gather,
             pipeline_split=pipeline_split,
             init=init,
             recompute=recompute,

@@ -10,6 +10,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from lightning_ptdp.kernels import bias_dropout_add
+
 # Where each operation has its probability: the place among the arguments, and the name.
 _PROBABILITIES: dict[Callable[..., Any], tuple[int, str]] = {
     F.dropout: (1, "p"),
@@ -19,6 +21,8 @@ _PROBABILITIES: dict[Callable[..., Any], tuple[int, str]] = {
     F.alpha_dropout: (1, "p"),
     F.feature_alpha_dropout: (1, "p"),
     torch.dropout: (1, "p"),
+    torch.native_dropout: (1, "p"),
+    bias_dropout_add: (3, "p"),
     F.scaled_dot_product_attention: (4, "dropout_p"),
     F.multi_head_attention_forward: (10, "dropout_p"),
 }

@@ -4,13 +4,15 @@ The wire has no tags that every backend honours, so both ranks of a pair issue t
 lowered program's. A receive is posted where the sender sends and waited for by its consumer.
 
 What arrives is known beforehand: all stages see the same microbatch, and its shapes fix the shapes that cross a cut.
-The first time that a stage meets an input of new shapes it sends an `Envelope` ahead; later ones go without.
+The first time that a stage meets an input of new shapes it sends an `Envelope` ahead; later ones go without. It also
+says which tensors come in parts, one from each tensor peer (`shares`).
 """
 
 from __future__ import annotations
 
 import pickle
 import warnings
+from collections import deque
 from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
@@ -21,96 +23,121 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from lightning_ptdp.comm.in_process import place_in
+from lightning_ptdp.comm.shares import Shares
+
+Key = tuple[str, Hashable]
+"""What is sent, in words that also tell its cut and direction, and the shapes of the microbatch."""
+
+# Messages that a rank keeps because they may not have left. Gloo knows that of a send only once it has been waited for;
+# waiting cannot deadlock, since a lowered program runs even if every send blocks until its receive is posted.
+_MAX_IN_FLIGHT = 2
 
 
 @dataclass(frozen=True)
 class Envelope:
-    """What a message holds: shape and dtype of each tensor, and anything else that the receiver needs to know."""
+    """What a message holds: shape and dtype of each tensor, and anything else that the receiver needs to know.
+
+    in_parts: for each tensor, whether each tensor peer sends a part of it.
+    """
 
     tensors: tuple[tuple[tuple[int, ...], torch.dtype], ...]
     extra: Any
-
-    @classmethod
-    def of(cls, tensors: tuple[Tensor, ...], extra: Any = None) -> Envelope:
-        """Describe tensors."""
-        return cls(tuple((tuple(t.shape), t.dtype) for t in tensors), extra)
+    in_parts: tuple[bool, ...]
 
 
 @dataclass
 class Arriving:
-    """Tensors on their way, and the works to wait for."""
+    """Tensors on their way, and the works to wait for.
+
+    tensors: as they come, whole or a part. shares: joins parts; None where there are none.
+    """
 
     envelope: Envelope
     tensors: tuple[Tensor, ...]
     works: tuple[dist.Work, ...]
+    shares: Shares | None
 
     def wait(self) -> tuple[Tensor, ...]:
-        """The tensors, complete."""
+        """The tensors, complete. Tensor peers call it in the same order."""
         for work in self.works:
             work.wait()
-        return self.tensors
+        return tuple(
+            self.shares.join(tensor, shape) if is_part and self.shares is not None else tensor
+            for tensor, (shape, _), is_part in zip(
+                self.tensors, self.envelope.tensors, self.envelope.in_parts, strict=True
+            )
+        )
 
 
 class Messenger:
     """Sends and receives tensors between the ranks of one pipeline."""
 
-    def __init__(self, group: ProcessGroup, device: torch.device) -> None:
-        """group: the pipeline's. device: where received tensors are put."""
-        self._group, self._device = group, device
-        self._sent: dict[Hashable, Envelope] = {}
-        self._received: dict[Hashable, Envelope] = {}
-        self._in_flight: list[tuple[dist.Work, Tensor]] = []
-        self.bytes_sent = 0
+    def __init__(self, group: ProcessGroup, device: torch.device, shares: Shares | None = None) -> None:
+        """group: the pipeline's. device: where received tensors are put. shares: of the tensor peers, who send what
+        they hold alike in parts; None sends everything whole."""
+        self._group, self._device, self._shares = group, device, shares
+        self._sent: dict[Key, Envelope] = {}
+        self._received: dict[Key, Envelope] = {}
+        self._in_flight: deque[tuple[list[dist.Work], list[Tensor]]] = deque()
 
-    def send(self, tensors: tuple[Tensor, ...], destination: int, key: Hashable, extra: Any = None) -> None:
-        """Start to send; the tensors are kept until they are gone.
+    def send(self, tensors: tuple[Tensor, ...], destination: int, key: Key, extra: Any = None) -> None:
+        """Start to send; the tensors are kept until they are gone, those of a few messages at most.
 
-        key: fixes the envelope on both sides (the cut, and the shapes of the microbatch).
+        key: fixes the envelope on both sides.
 
         Raises:
             RuntimeError: tensors of other shapes were sent under this key before.
         """
-        envelope = Envelope.of(tensors, extra)
-        known = self._sent.get(key)
-        if known is None:
+        shapes = tuple((tuple(t.shape), t.dtype) for t in tensors)
+        envelope = self._sent.get(key)
+        if envelope is None:
+            in_parts = (False,) * len(tensors) if self._shares is None else self._shares.alike(tensors)
+            envelope = self._sent[key] = Envelope(shapes, extra, in_parts)
             self._send_object(envelope, destination)
-            self._sent[key] = envelope
-        elif known.tensors != envelope.tensors:
+        elif envelope.tensors != shapes:
             raise RuntimeError(
-                f"activations of shapes {envelope.tensors} leave this stage where inputs of the same shapes gave "
-                f"{known.tensors}; a pipeline needs activations whose shapes follow from the input's: pad them"
+                f"activations of shapes {shapes} leave this stage where inputs of the same shapes gave "
+                f"{envelope.tensors}; a pipeline needs activations whose shapes follow from the input's: pad them"
             )
-        self.send_known(tensors, destination)
-
-    def send_known(self, tensors: tuple[Tensor, ...], destination: int) -> None:
-        """Start to send tensors whose shapes the receiver knows."""
-        self._in_flight = [(work, tensor) for work, tensor in self._in_flight if not work.is_completed()]
-        place = place_in(self._group, destination)
-        for tensor in tensors:
-            whole = tensor.contiguous()
-            work = dist.isend(whole, group_dst=place, group=self._group)
+        self._settle(_MAX_IN_FLIGHT - 1)
+        place, works, leaving = place_in(self._group, destination), [], []
+        for tensor, is_part in zip(tensors, envelope.in_parts, strict=True):
+            content = tensor.contiguous()
+            if is_part and self._shares is not None:
+                content = self._shares.part(content, key[0])
+            work = dist.isend(content, group_dst=place, group=self._group)
             assert work is not None, "this rank is in the pipeline's group"
-            self._in_flight.append((work, whole))
-            self.bytes_sent += whole.nbytes
+            works.append(work)
+            leaving.append(content)
+        self._in_flight.append((works, leaving))
 
-    def receive(self, source: int, key: Hashable) -> Arriving:
+    def receive(self, source: int, key: Key) -> Arriving:
         """Post the receive that meets the `send` under the same key."""
         envelope = self._received.get(key)
         if envelope is None:
             envelope = self._receive_object(source)
             assert isinstance(envelope, Envelope), "both ranks of a pair issue their messages in the same order"
             self._received[key] = envelope
-        return self.receive_known(source, envelope)
-
-    def receive_known(self, source: int, envelope: Envelope) -> Arriving:
-        """Post the receive of tensors whose shapes are known."""
-        tensors = tuple(torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype in envelope.tensors)
-        works, place = [], place_in(self._group, source)
-        for tensor in tensors:
+        tensors, works, place = [], [], place_in(self._group, source)
+        for (shape, dtype), is_part in zip(envelope.tensors, envelope.in_parts, strict=True):
+            if is_part and self._shares is not None:
+                tensor = self._shares.like_part(shape, dtype, self._device)
+            else:
+                tensor = torch.empty(shape, dtype=dtype, device=self._device)
             work = dist.irecv(tensor, group_src=place, group=self._group)
             assert work is not None, "this rank is in the pipeline's group"
+            tensors.append(tensor)
             works.append(work)
-        return Arriving(envelope, tensors, tuple(works))
+        return Arriving(envelope, tuple(tensors), tuple(works), self._shares)
+
+    def _settle(self, remaining: int) -> None:
+        """Let go of messages that have left, and wait for the oldest until no more than `remaining` are under way."""
+        while self._in_flight and all(work.is_completed() for work in self._in_flight[0][0]):
+            self._in_flight.popleft()
+        while len(self._in_flight) > remaining:
+            works, _ = self._in_flight.popleft()
+            for work in works:
+                work.wait()
 
     def _send_object(self, value: Any, destination: int) -> None:
         """Send a picklable object from the host: its length ahead, then its bytes."""
@@ -133,6 +160,4 @@ class Messenger:
 
     def flush(self) -> None:
         """Wait until everything sent is gone."""
-        for work, _ in self._in_flight:
-            work.wait()
-        self._in_flight = []
+        self._settle(0)

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function
 
 from lightning_ptdp.kernels import reference
 from lightning_ptdp.kernels.library import Op, is_compiled
@@ -27,6 +28,9 @@ def bias_dropout_add(
     Raises:
         ValueError: p is no probability, or x and residual differ in shape or dtype.
     """
+    if has_torch_function((x, residual)):  # for modes that look at dropout, as `F.dropout` does
+        seen: Tensor = handle_torch_function(bias_dropout_add, (x, residual), x, bias, residual, p=p, training=training)
+        return seen
     if not 0 <= p <= 1:
         raise ValueError(f"p is a probability between 0 and 1; got {p}")
     if x.shape != residual.shape or x.dtype != residual.dtype:

@@ -11,9 +11,11 @@ from lightning_ptdp.kernels import (
     scaled_softmax,
     swiglu,
 )
+from lightning_ptdp.kernels.attention import causal_attention
 from lightning_ptdp.kernels.cross_entropy import cross_entropy
 
 __all__ = [
+    "causal_attention",
     "cross_entropy",
     "layer_norm",
     "rms_norm",

@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Sequence
 
 from torch import Tensor
 
-from lightning_ptdp.comm.p2p import Arriving, Envelope, Messenger
+from lightning_ptdp.comm.p2p import Arriving, Messenger
 from lightning_ptdp.pipeline.skeleton import Payload
 from lightning_ptdp.pipeline.stage import StageWorker
 from lightning_ptdp.schedule import Action, Op, Span
@@ -24,7 +24,6 @@ class Runtime:
         self._messenger, self._ranks, self._rank = messenger, pipeline_ranks, rank
         self._arriving: dict[tuple[Op, int, int], Arriving] = {}
         self._leaving: dict[tuple[Op, int, int], Payload | tuple[Tensor, ...]] = {}
-        self._sent: dict[tuple[int, int], Envelope] = {}
         self.spans: list[Span] | None = None
 
     def run(
@@ -46,7 +45,7 @@ class Runtime:
             Op.SEND_GRADIENT: self._send_gradient,
             Op.RECV_GRADIENT: self._receive_gradient,
         }
-        self._arriving, self._leaving, self._sent = {}, {}, {}
+        self._arriving, self._leaving = {}, {}
         for action in actions:
             at(action)
             start = time.perf_counter()
@@ -75,35 +74,41 @@ class Runtime:
     def _send_activation(self, action: Action, _: StageWorker, key: Callable[[int], Hashable]) -> None:
         payload = self._leaving.pop((Op.SEND_ACTIVATION, action.stage, action.microbatch))
         assert isinstance(payload, Payload), "a forward leaves a payload"
-        self._sent[action.stage, action.microbatch] = Envelope.of(
-            tuple(tensor for tensor in payload.tensors if tensor.is_floating_point())
-        )
         self._messenger.send(
             payload.tensors,
             self._peer(action.stage + 1),
-            (action.stage, key(action.microbatch)),
+            (_activations_of(action.stage), key(action.microbatch)),
             extra=(payload.structure, payload.others),
         )
 
     def _receive_activation(self, action: Action, _: StageWorker, key: Callable[[int], Hashable]) -> None:
         self._arriving[action.op, action.stage, action.microbatch] = self._messenger.receive(
-            self._peer(action.stage - 1), (action.stage - 1, key(action.microbatch))
+            self._peer(action.stage - 1), (_activations_of(action.stage - 1), key(action.microbatch))
         )
 
-    def _send_gradient(self, action: Action, worker: StageWorker, _: Callable[[int], Hashable]) -> None:
+    def _send_gradient(self, action: Action, worker: StageWorker, key: Callable[[int], Hashable]) -> None:
         if not worker.sends_gradient(action.stage):
             return
         gradients = self._leaving.pop((Op.SEND_GRADIENT, action.stage, action.microbatch))
         assert isinstance(gradients, tuple), "a backward leaves gradients"
-        self._messenger.send_known(gradients, self._peer(action.stage - 1))
+        self._messenger.send(
+            gradients, self._peer(action.stage - 1), (_gradients_of(action.stage), key(action.microbatch))
+        )
 
-    def _receive_gradient(self, action: Action, worker: StageWorker, _: Callable[[int], Hashable]) -> None:
-        envelope = self._sent.pop((action.stage, action.microbatch))
+    def _receive_gradient(self, action: Action, worker: StageWorker, key: Callable[[int], Hashable]) -> None:
         if not worker.sends_gradient(action.stage + 1):
             return
-        self._arriving[action.op, action.stage, action.microbatch] = self._messenger.receive_known(
-            self._peer(action.stage + 1), envelope
+        self._arriving[action.op, action.stage, action.microbatch] = self._messenger.receive(
+            self._peer(action.stage + 1), (_gradients_of(action.stage + 1), key(action.microbatch))
         )
 
     def _peer(self, stage: int) -> int:
         return self._ranks[stage % len(self._ranks)]
+
+
+def _activations_of(stage: int) -> str:
+    return f"the activations that stage {stage} sends"
+
+
+def _gradients_of(stage: int) -> str:
+    return f"the gradients that stage {stage} sends"

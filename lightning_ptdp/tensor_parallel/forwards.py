@@ -24,6 +24,7 @@ Forward = Callable[..., Any]
 
 def colwise(module: nn.Module, forward: Forward, peers: Peers, *, opens_region: bool) -> Forward:
     """Input whole, output split along its last dim."""
+    is_product = is_transposed(module) or getattr(forward, "__func__", None) is nn.Linear.forward
 
     def parallel(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if peers.sequence_length not in (None, x.shape[SEQUENCE_DIM]):
@@ -32,7 +33,13 @@ def colwise(module: nn.Module, forward: Forward, peers: Peers, *, opens_region: 
                 f"{peers.sequence_length}); under sequence_parallel=True it needs the whole: give the norm before it "
                 'the style "sequence_parallel" in tensor_parallel_plan, or use sequence_parallel=False'
             )
-        output = _linear(module, forward, peers.copy(x), *args, **kwargs)
+        joined = peers.joined(x) if is_product else None
+        if joined is None:
+            output = _linear(module, forward, peers.copy(x), *args, **kwargs)
+        else:
+            weight = module.get_parameter("weight")
+            bias = getattr(module, "bias", None)
+            output = joined.project(peers.copy(x), weight.t() if is_transposed(module) else weight, bias)
         if opens_region and module.training:
             peers.region.enter()
         return output
@@ -77,7 +84,7 @@ def rowwise(module: nn.Module, forward: Forward, peers: Peers, *, splits_input: 
         partial = F.linear(x, weight.t() if transposed else weight)
         output = reduce_from(partial, peers.group) if peers.sequence_length is None else sum_rows(partial, peers)
         bias = getattr(module, "bias", None)
-        return output if bias is None else output + bias
+        return output if bias is None else output + bias.to(output.dtype)  # the dtype of `nn.Linear` under autocast
 
     return parallel
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from lightning_ptdp.comm.collectives import copy_to, gather_from, gathered_to
+from lightning_ptdp.tensor_parallel.gathered import Joined
 from lightning_ptdp.tensor_parallel.random import SplitRegion
 
 
@@ -26,7 +27,7 @@ class Peers:
     region: SplitRegion
     sequence_length: int | None = None
     _copied: tuple[Tensor, tuple[int, bool], Tensor] | None = None
-    _joined: tuple[Tensor, Tensor, int] | None = None
+    _joined: Joined | None = None
 
     def __deepcopy__(self, _: Any) -> Peers:
         """A copy of a module has the same peers."""
@@ -54,15 +55,20 @@ class Peers:
         return self._copied[2]
 
     def _copy(self, tensor: Tensor) -> Tensor:
-        if self._joined is not None and self._joined[0] is tensor and self._joined[2] == tensor._version:
-            return gathered_to(self._joined[1], tensor.detach(), self.group, 1)
-        return copy_to(tensor, self.group)
+        joined = self.joined(tensor)
+        return (
+            copy_to(tensor, self.group) if joined is None else gathered_to(joined.part, tensor.detach(), self.group, 1)
+        )
 
     def join_sequence(self, part: Tensor, dim: int) -> Tensor:
         """The whole of an activation split along the sequence."""
         whole = gather_from(part, self.group, dim, part.shape[dim] * self.size)
-        self._joined = whole, part, whole._version
+        self._joined = Joined(whole, part, self.group, dim)
         return whole
+
+    def joined(self, tensor: Tensor) -> Joined | None:
+        """How `join_sequence` made a tensor; None if it did not, or it was changed since."""
+        return self._joined if self._joined is not None and self._joined.is_of(tensor) else None
 
     def forget(self) -> None:
         """Let go of the last input; what projected it is done."""

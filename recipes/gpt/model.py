@@ -10,9 +10,9 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from lightning_ptdp.nn.functional import bias_gelu
+from lightning_ptdp.nn import BiasDropoutAdd, LayerNorm
+from lightning_ptdp.nn.functional import bias_gelu, causal_attention
 
 INIT_STD = 0.02
 
@@ -70,7 +70,7 @@ class GPT(nn.Module):
         self.pos = nn.Embedding(max_seq_len, hidden_size)
         self.drop = nn.Dropout(dropout)
         self.blocks = nn.ModuleList(Block(hidden_size, num_heads=num_heads, dropout=dropout) for _ in range(num_layers))
-        self.norm = nn.LayerNorm(hidden_size)
+        self.norm = LayerNorm(hidden_size)
         self.head = nn.Linear(hidden_size, vocab_size, bias=False)
         if tie_embeddings:
             self.head.weight = self.tok.weight
@@ -93,7 +93,8 @@ class GPT(nn.Module):
                 f"a sequence has at most max_seq_len={self.max_seq_len} tokens, as each position has an embedding; "
                 f"got {ids.shape[1]}; lower seq_len of the data or raise max_seq_len of the model"
             )
-        x = self.drop(self.tok(ids) + self.pos(torch.arange(ids.shape[1], device=ids.device)))
+        x = self.tok(ids) + self.pos(torch.arange(ids.shape[1], device=ids.device))
+        x = self.drop(x.to(compute_dtype(x)))
         for block in self.blocks:
             x = block(x)
         logits: Tensor = self.head(self.norm(x))
@@ -101,18 +102,19 @@ class GPT(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and MLP, each behind a norm and added to its input: [b, s, h] -> [b, s, h]."""
+    """Attention and MLP, each behind a norm, dropped out and added to its input: [b, s, h] -> [b, s, h]."""
 
     def __init__(self, hidden_size: int, *, num_heads: int, dropout: float) -> None:
         super().__init__()
-        self.norm1 = nn.LayerNorm(hidden_size)
+        self.norm1 = LayerNorm(hidden_size)
         self.attn = Attention(hidden_size, num_heads=num_heads, dropout=dropout)
-        self.norm2 = nn.LayerNorm(hidden_size)
-        self.mlp = MLP(hidden_size, dropout=dropout)
+        self.norm2 = LayerNorm(hidden_size)
+        self.mlp = MLP(hidden_size)
+        self.add = BiasDropoutAdd(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attn(self.norm1(x))
-        out: Tensor = x + self.mlp(self.norm2(x))
+        x = self.add(self.attn(self.norm1(x)), x)
+        out: Tensor = self.add(self.mlp(self.norm2(x)), x)
         return out
 
 
@@ -127,13 +129,11 @@ class Attention(nn.Module):
         self.k = nn.Linear(hidden_size, hidden_size)
         self.v = nn.Linear(hidden_size, hidden_size)
         self.proj = nn.Linear(hidden_size, hidden_size)
-        self.drop = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (self._heads(linear(x)) for linear in (self.q, self.k, self.v))
-        dropout = self.dropout if self.training else 0.0
-        y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)  # [b, a, s, h/a]
-        out: Tensor = self.drop(self.proj(y.transpose(1, 2).flatten(2)))
+        y = causal_attention(q, k, v, self.dropout if self.training else 0.0)  # [b, a, s, h/a]
+        out: Tensor = self.proj(y.transpose(1, 2).flatten(2))
         return out
 
     def _heads(self, x: Tensor) -> Tensor:
@@ -144,15 +144,20 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """Widen four times, GELU, narrow: [b, s, h] -> [b, s, h]."""
 
-    def __init__(self, hidden_size: int, *, dropout: float) -> None:
+    def __init__(self, hidden_size: int) -> None:
         super().__init__()
         self.up = nn.Linear(hidden_size, 4 * hidden_size)
         self.down = nn.Linear(4 * hidden_size, hidden_size)
-        self.drop = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.drop(self.down(bias_gelu(self.up(x))))
+        out: Tensor = self.down(bias_gelu(self.up(x)))
         return out
+
+
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """What matrices are multiplied in: autocast's dtype where it is on, so that the whole stream is in 16 bits."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
 
 def init_weights(module: nn.Module, *, num_layers: int) -> None:

@@ -80,9 +80,9 @@ def test_messages_arrive_in_the_order_sent_under_the_envelope():
         messenger = Messenger(groups.pipeline, torch.device("cpu"))
         if groups.rank == 1:
             for i in range(3):
-                messenger.send((torch.full((2,), float(i)),), 0, "key", extra="note")
+                messenger.send((torch.full((2,), float(i)),), 0, ("sent", "key"), extra="note")
             return messenger.flush()
-        arriving = [messenger.receive(1, "key") for _ in range(3)]
+        arriving = [messenger.receive(1, ("sent", "key")) for _ in range(3)]
         return [(tensor.tolist(), a.envelope.extra) for a in reversed(arriving) for tensor in a.wait()]
 
     got, _ = in_threads(body, Topology(1, 2, 1))

@@ -38,9 +38,12 @@ class Stack(nn.Module):
         return x
 
 
-def built(num_blocks):
+def built(num_blocks, frozen=()):
     torch.manual_seed(1)
-    return Stack(num_blocks).double()
+    module = Stack(num_blocks).double()
+    for name in frozen:
+        module.get_parameter(name).requires_grad_(False)
+    return module
 
 
 def split(module, plan=PLAN):
@@ -63,16 +66,19 @@ def random(length):
     return torch.randn(2, length, 8, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
 
 
-def check(num_blocks):
+def check(num_blocks, frozen=()):
     size, x = dist.get_world_size(), random(8)
-    expected, gradients = run(built(num_blocks), x)
-    module = built(num_blocks)
+    expected, gradients = run(built(num_blocks, frozen), x)
+    module = built(num_blocks, frozen)
     placement = split(module)
     output, found = run(module, x)
     torch.testing.assert_close(output, expected, rtol=0, atol=1e-12)
     assert module.lengths == [8 // size] * (num_blocks - 1) + [8], "only what the last block returns is whole"
     for name, value in gradients.items():
         mine = found[name]
+        if name in frozen:
+            assert mine is None
+            continue
         if name in placement.summed:
             dist.all_reduce(mine)
         if (shard := placement.shards.get(name)) is not None:
@@ -83,6 +89,13 @@ def check(num_blocks):
 @pytest.mark.parametrize(("size", "num_blocks"), [(2, 1), (2, 3), (4, 2)])
 def test_blocks_on_parts_of_the_sequence_equal_whole_ones(size, num_blocks):
     run_spmd(check, world_size=size, num_blocks=num_blocks)
+
+
+def test_weights_that_do_not_train_need_no_whole_input_again():
+    run_spmd(check, world_size=2, num_blocks=1, frozen=[f"blocks.0.{name}" for name in FROZEN])
+
+
+FROZEN = ("attention.query.weight", "attention.value.weight", "attention.value.bias", "up.weight")
 
 
 @spmd(world_size=2)

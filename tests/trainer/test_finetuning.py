@@ -15,6 +15,7 @@ from lightning.pytorch.callbacks import (
 from torch import nn
 
 from lightning_ptdp import PTDPStrategy
+from lightning_ptdp.comm.traffic import Traffic
 from tests.hygiene import seed_everything
 from tests.models import GPT, texts
 from tests.oracle import ReplicaBatches, quiet_trainer, whole_state
@@ -217,8 +218,9 @@ class AdapterGPT(GPT):
 def train_adapter(sizes, make):
     """Weights, and bytes of gradients that each rank sent: of a pipeline's last rank, all that it sends."""
     snapshots = Snapshots()
-    trainer, _ = fit(sizes, make, [snapshots])
-    sent = trainer.strategy.engine._messenger.bytes_sent if sizes else None
+    with Traffic() as traffic:
+        fit(sizes, make, [snapshots])
+    sent = traffic.elements(operation="send", dtype=torch.float64)
     return snapshots.weights[-1], sent
 
 

@@ -17,26 +17,28 @@ NUM_STEPS = 10
 
 
 class Watched(nn.Module):
-    """A block, one a stage, that knows which of its inputs are alive."""
+    """A block, one a stage, that knows which of its inputs and outputs are alive; its graph keeps no output."""
 
-    def __init__(self, peak):
+    def __init__(self, inputs, outputs):
         super().__init__()
-        self.linear, self.peak = nn.Linear(4, 4), peak
+        self.linear, self.inputs, self.outputs = nn.Linear(4, 4), inputs, outputs
 
     def forward(self, x):
-        self.peak.enter(x)
-        return torch.tanh(self.linear(x))
+        self.inputs.enter(x)
+        y = x + torch.tanh(self.linear(x))
+        self.outputs.enter(y.untyped_storage())
+        return y
 
 
 class Peak:
-    """The most inputs of blocks that were alive at once, for each step."""
+    """The most objects that were alive at once, for each step."""
 
     def __init__(self):
-        self.inputs, self.of_steps = [], []
+        self.alive, self.of_steps = [], []
 
-    def enter(self, x):
-        self.inputs = [reference for reference in self.inputs if reference() is not None] + [weakref.ref(x)]
-        self.of_steps[-1] = max(self.of_steps[-1], len(self.inputs))
+    def enter(self, item):
+        self.alive = [reference for reference in self.alive if reference() is not None] + [weakref.ref(item)]
+        self.of_steps[-1] = max(self.of_steps[-1], len(self.alive))
 
 
 class WatchedNet(pl.LightningModule):
@@ -44,12 +46,13 @@ class WatchedNet(pl.LightningModule):
 
     def __init__(self):
         super().__init__()
-        self.peak = Kept(Peak())
+        self.peaks = Kept((Peak(), Peak()))
         self.embed = nn.Linear(4, 4)
-        self.blocks = nn.ModuleList(Watched(self.peak.value) for _ in range(4))
+        self.blocks = nn.ModuleList(Watched(*self.peaks.value) for _ in range(4))
 
     def on_train_batch_start(self, batch, batch_idx):
-        self.peak.value.of_steps.append(0)
+        for peak in self.peaks.value:
+            peak.of_steps.append(0)
 
     def training_step(self, batch, batch_idx):
         x = self.embed(batch)
@@ -62,7 +65,7 @@ class WatchedNet(pl.LightningModule):
 
 
 def peaks(p, v, schedule):
-    """The peak of each step, and where this rank stands."""
+    """Where this rank stands, and its peaks of inputs and of outputs in each step."""
     module = WatchedNet()
     trainer = quiet_trainer(
         PTDPStrategy(
@@ -78,7 +81,7 @@ def peaks(p, v, schedule):
         trainer.fit(module, datamodule=ReplicaBatches([torch.randn(8, 4) for _ in range(NUM_STEPS)]))
     finally:
         gc.enable()
-    return trainer.strategy.groups.at.pipeline, module.peak.value.of_steps
+    return trainer.strategy.groups.at.pipeline, [peak.of_steps for peak in module.peaks.value]
 
 
 @pytest.mark.parametrize(
@@ -87,4 +90,7 @@ def peaks(p, v, schedule):
 )
 def test_live_microbatches_stay_at_the_bound_in_every_step(p, v, schedule, bounds):
     found = dict(run_spmd(peaks, world_size=p, p=p, v=v, schedule=schedule))
-    assert found == {rank: [bound] * NUM_STEPS for rank, bound in enumerate(bounds)}
+    inputs, outputs = zip(*(found[rank] for rank in range(p)), strict=True)
+    assert list(inputs) == [[bound] * NUM_STEPS for bound in bounds]
+    for of_steps in outputs[:-1]:  # the last stage sends none
+        assert max(of_steps) <= 3, "the one just made, and two that may be on their way"
