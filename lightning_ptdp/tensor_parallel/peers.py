@@ -76,16 +76,18 @@ class Peers:
 
     def moment(self) -> PeersMoment:
         """Where a forward begins, for one that runs again."""
-        return PeersMoment(self, self.sequence_length, self.region.outside)
+        return PeersMoment(self, self.sequence_length, self.region.outside, self._joined)
 
 
 @dataclass(frozen=True)
 class PeersMoment:
-    """What a forward began with: whether on a part of the sequence, and whether in a split region."""
+    """What a forward began with: whether on a part of the sequence, whether in a split region, and the last input
+    that was joined, which may be the forward's own."""
 
     peers: Peers
     sequence_length: int | None
     outside: list[Tensor] | None
+    joined: tuple[Tensor, Tensor, int] | None
 
     def end(self) -> None:
         """All of it is needed again."""
@@ -96,7 +98,7 @@ class PeersMoment:
         peers = self.peers
         present = peers.sequence_length, peers.region.outside
         peers.sequence_length, peers.region.outside = self.sequence_length, self.outside
-        peers.forget()
+        peers._copied, peers._joined = None, self.joined
         try:
             yield
         finally:

@@ -103,6 +103,8 @@ LAYOUTS = {
         t=2, d=2, options={"tied": True}, make_batch=partial(texts, padded=True), sizes=(4, 6)
     ),
     "tensor peers of four": Layout(t=4, options={"tied": True}, make_batch=partial(texts, padded=True)),
+    "recomputed": Layout(t=2, p=2, options={"tied": True}, strategy={"recompute": "full", "recompute_every": 2}),
+    "scores recomputed": Layout(p=2, v=2, strategy={"recompute": "selective", "recompute_layers": [1, 0, 1, 1]}),
     "asked split": Layout(p=2, strategy={"pipeline_split": (1, 3)}),
     "blocks that return tuples": Layout(p=2, model=PairNet, make_batch=points),
     "tuples, interleaved": Layout(p=2, v=2, model=PairNet, make_batch=points),
