@@ -9,6 +9,7 @@ all projections of one input.
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -31,15 +32,21 @@ class Joined:
         """Whether a tensor is the joined one, unchanged."""
         return tensor is self.whole and tensor._version == self._version
 
-    def project(self, copy: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def anew(self) -> Joined:
+        """The same, for the projections of a second forward."""
+        other = copy.copy(self)
+        other._gather = self._gather.anew()
+        return other
+
+    def project(self, whole: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """`F.linear` of a differentiable copy of the whole; weight: [n, k]."""
-        device = copy.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else copy.dtype
+        device = whole.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else whole.dtype
         if weight.requires_grad and torch.is_grad_enabled():
             self._gather.expected += 1
         own_bias = None if bias is None else bias.to(dtype)
         product: Tensor = _GatheredLinear.apply(  # type: ignore[no-untyped-call]
-            copy.to(dtype), self.part.detach(), weight.to(dtype), own_bias, self._gather
+            whole.to(dtype), self.part.detach(), weight.to(dtype), own_bias, self._gather
         )
         return product
 
@@ -52,6 +59,9 @@ class _Gather:
         self.expected = 0
         self._left = 0
         self._whole: Tensor | None = None
+
+    def anew(self) -> _Gather:
+        return _Gather(self._group, self._dim)
 
     def whole(self, part: Tensor) -> Tensor:
         whole = self._whole

@@ -87,7 +87,7 @@ class PeersMoment:
     peers: Peers
     sequence_length: int | None
     outside: list[Tensor] | None
-    joined: tuple[Tensor, Tensor, int] | None
+    joined: Joined | None
 
     def end(self) -> None:
         """All of it is needed again."""
@@ -98,7 +98,7 @@ class PeersMoment:
         peers = self.peers
         present = peers.sequence_length, peers.region.outside
         peers.sequence_length, peers.region.outside = self.sequence_length, self.outside
-        peers._copied, peers._joined = None, self.joined
+        peers._copied, peers._joined = None, None if self.joined is None else self.joined.anew()
         try:
             yield
         finally:

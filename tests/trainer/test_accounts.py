@@ -58,7 +58,9 @@ def of_a_layer(**strategy):
     ]
 
 
-@pytest.mark.parametrize(("strategy", "forwards"), [({}, 1)], ids=["nothing recomputed"])
+@pytest.mark.parametrize(
+    ("strategy", "forwards"), [({}, 1), ({"recompute": "full"}, 2)], ids=["nothing recomputed", "all recomputed"]
+)
 def test_tensor_peers_send_what_the_formula_says(strategy, forwards):
     assert of_a_layer(**strategy) == [[SIZES.batch * tensor_elements(SIZES, 1, 2, forwards=forwards), 0, 0]] * 2
 
