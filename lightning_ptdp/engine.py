@@ -433,7 +433,8 @@ class Engine:
             return signatures[k]
 
         actions = self._actions(len(microbatches), trains=trains)
-        with self.streams.isolated() if self._names_streams(run) else nullcontext(), self._blame(run):
+        streams = self.streams.isolated() if self._names_streams(run) else nullcontext()
+        with streams, _one_autocast_copy(self.device), self._blame(run):
             self._runtime.run(actions, worker, key, self._at)
         if self._shares is not None:
             self._shares.check()
@@ -639,6 +640,12 @@ class Engine:
 @cache
 def _program(name: str, p: int, m: int, v: int) -> Program:
     return lower(generate(name, pipeline_parallel_size=p, num_microbatches=m, virtual_pipeline_size=v))
+
+
+def _one_autocast_copy(device: torch.device) -> AbstractContextManager[Any]:
+    """Within, microbatches share the 16-bit copies that autocast makes of weights: it drops them where it is left for
+    good, which without this is at the end of each forward, while graphs keep theirs."""
+    return torch.autocast(device.type, enabled=torch.is_autocast_enabled(device.type))
 
 
 def numbers(values: Sequence[float | Tensor]) -> list[float]:

@@ -66,6 +66,7 @@ class PTDPPrecision(Precision):
             self.loss_scale = LossScale(
                 initial_scale, growth_factor, growth_interval, backoff_factor, minimum_scale, hysteresis
             )
+        self.keeps_copies = False  # of weights in 16 bits, for the rest of a batch: where no step of it changes weights
         self.num_updates = self.num_skipped = self._skipped_in_a_row = 0
         self.was_skipped = False
         self._is_finite = True
@@ -202,8 +203,13 @@ class PTDPPrecision(Precision):
 
     @contextmanager
     def forward_context(self) -> Iterator[None]:
-        """As Lightning's plug-in does."""
-        with self._inner.forward_context():
+        """As Lightning's plug-in does, except that autocast may keep the copies that it made of weights."""
+        inner = self._inner
+        if not isinstance(inner, MixedPrecision) or not self.keeps_copies:
+            with inner.forward_context():
+                yield
+            return
+        with torch.autocast(inner.device, dtype=torch.bfloat16 if inner.precision == "bf16-mixed" else torch.half):
             yield
 
 

@@ -445,6 +445,7 @@ class PTDPStrategy(ParallelStrategy):
         self.setup_precision_plugin()
         self._unchecked = _CHECKED_BATCHES
         self.precision.bind(self._norm_of, self._after_hooks)
+        self.precision.keeps_copies = module.automatic_optimization
         self._watches_edits = self.groups.replica.size() > 1 and edits_gradients(trainer, module)
         assert self._exchange is not None, "made with the groups"
         self._steps = Steps(module, self._engine, self._exchange, self._board, self._progress)

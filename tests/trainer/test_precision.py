@@ -1,15 +1,19 @@
 """16-bit training: main weights, one loss scale for all ranks, skipped updates that change nothing (PO-17)."""
 
+from collections import Counter
+
 import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_ptdp import PTDPPrecision, PTDPStrategy
 from lightning_ptdp.precision import MAX_SKIPPED
 from tests.hygiene import seed_everything
+from tests.kept import Kept
 from tests.models import GPT, texts
 from tests.oracle import ReplicaBatches, quiet_trainer, whole_state
 from tests.spmd import PoolEnvironment, run_spmd
@@ -187,6 +191,51 @@ def test_loading_weights_alone_refreshes_the_main_weights(tmp_path):
     for seen in run_spmd(weights_only, world_size=2, timeout=60, folder=str(tmp_path)):
         assert len(seen) > 10
         assert all(seen)
+
+
+class Casts(TorchDispatchMode):
+    """Counts copies in 16 bits of some tensors."""
+
+    def __init__(self, tensors):
+        super().__init__()
+        self.names, self.seen = {t.data_ptr(): name for name, t in tensors}, Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        output = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default and output.dtype == torch.bfloat16:
+            self.seen.update([self.names[args[0].data_ptr()]] if args[0].data_ptr() in self.names else [])
+        return output
+
+
+class CastingGPT(GPT):
+    """Notes what its forwards cast."""
+
+    def __init__(self):
+        super().__init__()
+        self.casts = Kept([])
+
+    def on_train_batch_start(self, batch, batch_idx):
+        self.casts.value.append(Casts(list(self.named_parameters())))
+
+    def training_step(self, batch, batch_idx):
+        with self.casts.value[-1]:
+            return super().training_step(batch, batch_idx)
+
+
+def cast_weights(**strategy):
+    trainer = quiet_trainer(PTDPStrategy(micro_batch_size=1, **strategy), precision="bf16-mixed")
+    trainer.fit(module := CastingGPT(), datamodule=ReplicaBatches(BATCHES[:2]))
+    owned = {name for name, p in module.named_parameters() if p.dim() == 2 and name.startswith("blocks")}
+    return [casts.seen for casts in module.casts.value], owned
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_microbatches_share_the_16_bit_copies_of_autocast(recompute):
+    for batches, owned in run_spmd(cast_weights, world_size=2, pipeline_parallel_size=2, recompute=recompute):
+        assert len(batches) == 2
+        for seen in batches:
+            assert seen.keys() >= owned
+            assert set(seen.values()) == {1}, seen
 
 
 class Clamp(Callback):
