@@ -40,14 +40,15 @@ def stop_and_go_on(folder, number, rank, strategy, trainer):
     handler = signal.getsignal(number)
     stopped = trainer_of(folder, strategy, [Signals(number, rank)], **trainer)
     with pytest.raises(SIGTERMException):
-        stopped.fit(Net(), datamodule=ReplicaBatches(batches_of(*[4] * 5)))
+        stopped.fit(Net(), datamodule=ReplicaBatches(BATCHES))
     assert signal.getsignal(number) is handler
     left, again = sorted(os.listdir(folder)), trainer_of(folder, strategy, max_steps=stopped.global_step)
     if left:
-        again.fit(Net(), datamodule=ReplicaBatches(batches_of(4)), ckpt_path="last")
+        again.fit(Net(), datamodule=ReplicaBatches(BATCHES), ckpt_path="last")
     return stopped.global_step, left, again.global_step
 
 
+BATCHES = batches_of(*[4] * 5)
 ROWS = {
     "SIGTERM to the last rank": (signal.SIGTERM, 1, {"save_on_signal": True}, {}, 2, True),
     "SIGTERM to rank 0, in the background": (

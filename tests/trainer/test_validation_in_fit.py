@@ -150,7 +150,9 @@ def test_validation_after_a_resume(save_at, tmp_path):
     (tmp_path / "plain").mkdir()
     saves = {"save_at": save_at, "folder": str(tmp_path / "plain")}
     in_one_process(fitted, **saves, **arguments)
-    expected = in_one_process(fitted, resumes=True, **saves, **arguments)
+    expected, whole = in_one_process(fitted, resumes=True, **saves, **arguments), in_one_process(fitted, **arguments)
+    for numbers in ("losses", "validations"):  # Lightning itself reads the loader from its beginning again
+        expected[numbers] = whole[numbers][-len(expected[numbers]) :]
     on_every_rank(fitted, "p2d2", **saves | {"folder": str(tmp_path)}, **arguments)
     for found in on_every_rank(fitted, "p2d2", resumes=True, **saves | {"folder": str(tmp_path)}, **arguments):
         assert_same_run(found, expected)
