@@ -61,11 +61,9 @@ def rows(device: str, inductor: bool) -> Iterator[Callable[[], Row]]:
     for dtype in DTYPES:
         for name, make in OPERATIONS.items():
             yield lambda name=name, make=make, dtype=dtype: Row(name, _short(dtype), make(device, dtype, inductor))
-    for name, sizes in {
-        "AdamW, 48 tensors of 14 M": [292_000] * 48,
-        "AdamW, 600 tensors of 64x64": [4096] * 600,
-    }.items():
-        yield lambda name=name, sizes=sizes: Row(name, "float32", adam_steps(device, sizes))
+    for what, make in {"AdamW": adam_steps, "AdamW's arithmetic": adam_kernels}.items():
+        for of, sizes in {"48 tensors of 14 M": [292_000] * 48, "600 tensors of 64x64": [4096] * 600}.items():
+            yield lambda name=f"{what}, {of}", make=make, sizes=sizes: Row(name, "float32", make(device, sizes))
 
 
 def contestants(
@@ -185,13 +183,10 @@ OPERATIONS: dict[str, Callable[[str, torch.dtype, bool], dict[str, Step]]] = {
 
 
 def adam_steps(device: str, sizes: list[int]) -> dict[str, Step]:
-    """One step without zeroing: the kernel alone, whose lists are at hand, and whole optimizers."""
-    lists = [[torch.randn(size, device=device) for size in sizes] for _ in range(2)]
-    moments = [[torch.rand(size, device=device) for size in sizes] for _ in range(2)]
-    numbers = kernels.AdamStep(1e-4, (0.9, 0.95), 1e-8, 0.1, 10)
-    steps: dict[str, Step] = {"ours": lambda: kernels.adam_(*lists, *moments, numbers)}
+    """Whole steps of optimizers, without zeroing gradients."""
+    steps: dict[str, Step] = {}
     for name, make in {
-        "FusedAdam": FusedAdam,
+        "ours": FusedAdam,
         "fused": partial(torch.optim.AdamW, fused=True),
         "foreach": partial(torch.optim.AdamW, foreach=True),
     }.items():
@@ -200,6 +195,19 @@ def adam_steps(device: str, sizes: list[int]) -> dict[str, Step]:
             parameter.grad = torch.randn_like(parameter)
         steps[name] = make(parameters, lr=1e-4, weight_decay=0.1).step
     return steps
+
+
+def adam_kernels(device: str, sizes: list[int]) -> dict[str, Step]:
+    """What the steps call, ours and that of AdamW(fused=True), on lists at hand; counters of steps stay as they are."""
+    lists = [[torch.rand(size, device=device) for size in sizes] for _ in range(4)]
+    counters = [torch.tensor(10.0, device=device) for _ in sizes]
+    options = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1, "amsgrad": False, "maximize": False}
+    numbers = kernels.AdamStep(1e-4, (0.9, 0.95), 1e-8, 0.1, 10)
+    theirs = [[tensor.clone() for tensor in each] for each in lists]
+    return {
+        "ours": lambda: kernels.adam_(*lists, numbers),
+        "fused": lambda: torch._fused_adamw_(*theirs, [], counters, lr=1e-4, **options),
+    }
 
 
 def measure(row: Row, rounds: int, device: str) -> None:

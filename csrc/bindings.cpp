@@ -101,19 +101,24 @@ void run(const Tensor& like, int64_t items, int64_t cost, Kernel<Args> Kernels::
 
 // -- tensors ---------------------------------------------------------------------------------------------------------
 
-Dtype dtype_of(const Tensor& t) {
+// None where there is no kernel for it.
+std::optional<Dtype> maybe_dtype_of(const Tensor& t) {
   switch (t.scalar_type()) {
     case ScalarType::Float:
       return Dtype::float32;
     case ScalarType::BFloat16:
       return Dtype::bfloat16;
     case ScalarType::Half:
-      STD_TORCH_CHECK(kHasHalf || !is_cpu(t), "ptdp: float16 has no kernels for CPUs");
-      return Dtype::float16;
+      return kHasHalf || !is_cpu(t) ? std::optional(Dtype::float16) : std::nullopt;
     default:
-      STD_TORCH_CHECK(false, "ptdp: kernels take float32, bfloat16, and on CUDA float16");
-      return Dtype::float32;
+      return std::nullopt;
   }
+}
+
+Dtype dtype_of(const Tensor& t) {
+  const auto dtype = maybe_dtype_of(t);
+  STD_TORCH_CHECK(dtype, "ptdp: kernels take float32, bfloat16, and on CUDA float16");
+  return *dtype;
 }
 
 Tensor packed(const Tensor& t) { return torch::stable::contiguous(t); }
@@ -406,11 +411,14 @@ Tensor cross_entropy_gradient(const Tensor& logits_, const Tensor& target_, cons
 
 // -- lists of tensors ------------------------------------------------------------------------------------------------
 
+// What the tensors of a list may be.
+enum class Kind { any, float32, bits16 };
+
 // A list of tensors that go with others, element by element; `writes` where the kernel changes them.
 struct List {
   const Tensors* tensors;
   bool writes;
-  bool is_float;
+  Kind kind;
 };
 
 class Chunks {
@@ -418,7 +426,10 @@ class Chunks {
   // Lists a to e of a chunk; one that is null or empty is left out.
   explicit Chunks(const std::vector<List>& lists) {
     const Tensors& first = *lists[1].tensors;
-    if (first.empty()) return;
+    for (const List& list : lists) {
+      if (list.tensors && !list.tensors->empty() && list.tensors->size() != first.size()) fits_ = false;
+    }
+    if (first.empty() || !fits_) return;
     const auto device = first[0].device();
     chunks_.reserve(first.size());
     for (size_t i = 0; i < first.size(); ++i) {
@@ -428,13 +439,15 @@ class Chunks {
       const int64_t size = first[i].numel();
       for (size_t k = 0; k < lists.size(); ++k) {
         if (!lists[k].tensors || lists[k].tensors->empty()) continue;
-        STD_TORCH_CHECK(lists[k].tensors->size() == first.size(), "ptdp: lists of tensors must be equally long");
         const Tensor& t = (*lists[k].tensors)[i];
-        STD_TORCH_CHECK(t.is_contiguous() && t.numel() == size && t.device() == device,
-                        "ptdp: tensors of a list must be contiguous, on one device, and as large as their partners");
-        dtypes[k] = dtype_of(t);
-        STD_TORCH_CHECK(!lists[k].is_float || dtypes[k] == Dtype::float32, "ptdp: weights and moments are float32");
-        bytes[k] = dtypes[k] == Dtype::float32 ? 4 : 2;
+        const auto dtype = maybe_dtype_of(t);
+        if (!dtype || !is_kind(*dtype, lists[k].kind) || !t.is_contiguous() || t.numel() != size ||
+            t.device() != device) {
+          fits_ = false;
+          return;
+        }
+        dtypes[k] = *dtype;
+        bytes[k] = *dtype == Dtype::float32 ? 4 : 2;
         at[k] = static_cast<char*>(lists[k].writes ? out(t) : const_cast<void*>(in(t)));
       }
       for (int64_t start = 0; start < size; start += kChunk) {
@@ -446,12 +459,25 @@ class Chunks {
     }
   }
 
+  // Whether there is a kernel for the lists: equally long, of contiguous tensors on one device, as large as their
+  // partners, of the kinds asked for.
+  bool fit() const { return fits_; }
+  void check() const {
+    STD_TORCH_CHECK(fits_, "ptdp: tensors of lists must be contiguous, on one device, as large as their partners, and "
+                           "float32, bfloat16, or on CUDA float16");
+  }
+
   const Chunk* data() const { return chunks_.data(); }
   int64_t size() const { return static_cast<int64_t>(chunks_.size()); }
   int64_t cost() const { return chunks_.empty() ? 1 : chunks_[0].size; }
 
  private:
+  static bool is_kind(Dtype dtype, Kind kind) {
+    return kind == Kind::any || (dtype == Dtype::float32) == (kind == Kind::float32);
+  }
+
   std::vector<Chunk> chunks_;
+  bool fits_ = true;
 };
 
 float* flag(const Tensor& found_inf) {
@@ -460,17 +486,14 @@ float* flag(const Tensor& found_inf) {
   return static_cast<float*>(out(found_inf));
 }
 
-void adam_(Tensors weights, Tensors grads, Tensors first, Tensors second, Tensors copies, Tensor found_inf, double lr,
-           double beta1, double beta2, double eps, double weight_decay, int64_t step, bool decoupled,
-           bool corrects_bias, double grad_scale, bool checks) {
-  if (weights.empty()) return;
-  const Chunks chunks({{&weights, true, true}, {&grads, false, false}, {&first, true, true}, {&second, true, true},
-                       {&copies, true, false}});
-  for (const Tensor& copy : copies) {
-    STD_TORCH_CHECK(!is_cpu(copy) || copy.scalar_type() == ScalarType::BFloat16 || kHasHalf,
-                    "ptdp: copies on a CPU are bfloat16");
-    STD_TORCH_CHECK(copy.scalar_type() != ScalarType::Float, "ptdp: copies have 16 bits");
-  }
+// Whether the tensors fit the kernels; if they don't, nothing is done.
+Tensor adam_(Tensors weights, Tensors grads, Tensors first, Tensors second, Tensors copies, Tensor found_inf, double lr,
+             double beta1, double beta2, double eps, double weight_decay, int64_t step, bool decoupled,
+             bool corrects_bias, double grad_scale, bool checks) {
+  const Chunks chunks({{&weights, true, Kind::float32}, {&grads, false, Kind::any}, {&first, true, Kind::float32},
+                       {&second, true, Kind::float32}, {&copies, true, Kind::bits16}});
+  const Tensor fit = torch::stable::full({}, chunks.fit(), ScalarType::Bool);
+  if (!chunks.fit() || chunks.size() == 0) return fit;
   float* found = flag(found_inf);
   const float scale = static_cast<float>(grad_scale);
   if (checks) run(grads[0], chunks.size(), chunks.cost(), &Kernels::check_finite, CheckFinite{chunks.data(), found, scale});
@@ -489,22 +512,42 @@ void adam_(Tensors weights, Tensors grads, Tensors first, Tensors second, Tensor
                   static_cast<float>(1 / std::sqrt(correction2)),
                   scale};
   run(grads[0], chunks.size(), chunks.cost(), &Kernels::adam, args);
+  return fit;
 }
 
 void scale_(Tensors inputs, Tensors outputs, Tensor found_inf, double scale) {
   if (inputs.empty()) return;
-  const Chunks chunks({{&outputs, true, false}, {&inputs, false, false}});
+  const Chunks chunks({{&outputs, true, Kind::any}, {&inputs, false, Kind::any}});
+  chunks.check();
   run(inputs[0], chunks.size(), chunks.cost(), &Kernels::scale,
       Scale{chunks.data(), flag(found_inf), static_cast<float>(scale)});
 }
 
 Tensor squares(Tensors tensors) {
   STD_TORCH_CHECK(!tensors.empty(), "ptdp: squares takes at least one tensor");
-  const Chunks chunks({{nullptr, false, false}, {&tensors, false, false}});
+  const Chunks chunks({{nullptr, false, Kind::any}, {&tensors, false, Kind::any}});
+  chunks.check();
   const Tensor sums = vector(tensors[0], chunks.size(), ScalarType::Double);
   run(tensors[0], chunks.size(), chunks.cost(), &Kernels::squares,
       Squares{chunks.data(), chunks.size() ? static_cast<double*>(out(sums)) : nullptr});
   return sums;
+}
+
+// Adds 1 to counters and returns what they are then; [0], and nothing is done, unless all are floats on the CPU.
+Tensor count_(Tensors counters) {
+  const auto fits = [](const Tensor& t) {
+    return is_cpu(t) && t.numel() == 1 && (t.scalar_type() == ScalarType::Float || t.scalar_type() == ScalarType::Double);
+  };
+  const bool all_fit = std::all_of(counters.begin(), counters.end(), fits);
+  const int64_t size = all_fit ? static_cast<int64_t>(counters.size()) : 0;
+  const Tensor counts = torch::stable::empty({size}, ScalarType::Double);
+  double* count = size ? static_cast<double*>(out(counts)) : nullptr;
+  for (int64_t i = 0; i < size; ++i) {
+    const Tensor& counter = counters[i];
+    count[i] = counter.scalar_type() == ScalarType::Float ? ++*static_cast<float*>(out(counter))
+                                                          : ++*static_cast<double*>(out(counter));
+  }
+  return counts;
 }
 
 // -- what was built --------------------------------------------------------------------------------------------------
@@ -538,9 +581,10 @@ STABLE_TORCH_LIBRARY(PTDP_NAMESPACE, m) {
   m.def(
       "adam_(Tensor(a!)[] weights, Tensor[] grads, Tensor(b!)[] first, Tensor(c!)[] second, Tensor(d!)[] copies, "
       "Tensor(e!) found_inf, float lr, float beta1, float beta2, float eps, float weight_decay, int step, "
-      "bool decoupled, bool corrects_bias, float grad_scale, bool checks) -> ()");
+      "bool decoupled, bool corrects_bias, float grad_scale, bool checks) -> Tensor");
   m.def("scale_(Tensor[] inputs, Tensor(a!)[] outputs, Tensor(b!) found_inf, float scale) -> ()");
   m.def("squares(Tensor[] tensors) -> Tensor");
+  m.def("count_(Tensor(a!)[] counters) -> Tensor");
   m.def("instruction_set() -> str");
   m.def("has_cuda() -> bool");
 }
@@ -568,6 +612,7 @@ STABLE_TORCH_LIBRARY_IMPL(PTDP_NAMESPACE, CPU, m) { PTDP_IMPLEMENT(m); }
 STABLE_TORCH_LIBRARY_IMPL(PTDP_NAMESPACE, CUDA, m) { PTDP_IMPLEMENT(m); }
 #endif
 STABLE_TORCH_LIBRARY_IMPL(PTDP_NAMESPACE, CompositeExplicitAutograd, m) {
+  m.impl("count_", TORCH_BOX(&ptdp::count_));
   m.impl("instruction_set", TORCH_BOX(&ptdp::instruction_set));
   m.impl("has_cuda", TORCH_BOX(&ptdp::has_cuda));
 }

@@ -58,14 +58,9 @@ def adam_(
     """
     if not weights:
         return
-    _check_partners(weights, grads, first_moments, second_moments, *([copies] if copies else []))
-    fits = _dtypes(weights, first_moments, second_moments) == {torch.float32} and torch.float32 not in _dtypes(copies)
-    if not fits or not _are_compiled(weights, grads, first_moments, second_moments, copies):
-        reference.adam_(weights, grads, first_moments, second_moments, numbers, copies=copies, found_inf=found_inf)
-        return
     checks = found_inf is not None
     flag = found_inf if found_inf is not None else torch.zeros(1, device=weights[0].device)
-    torch.ops.ptdp.adam_(
+    if is_compiled(weights[0].device.type, torch.float32) and torch.ops.ptdp.adam_(
         list(weights),
         list(grads),
         list(first_moments),
@@ -81,8 +76,11 @@ def adam_(
         numbers.corrects_bias,
         numbers.grad_scale,
         checks,
-    )
-    _mark_written(weights, first_moments, second_moments, copies)
+    ):
+        _mark_written(weights, first_moments, second_moments, copies)
+        return
+    _check_partners(weights, grads, first_moments, second_moments, *([copies] if copies else []))
+    reference.adam_(weights, grads, first_moments, second_moments, numbers, copies=copies, found_inf=found_inf)
 
 
 def scale_(inputs: Sequence[Tensor], outputs: Sequence[Tensor], factor: float, found_inf: Tensor) -> None:
@@ -130,6 +128,16 @@ def l2_norms(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     owners = torch.arange(len(tensors)).repeat_interleave(torch.tensor(counts)).to(squares.device)
     of_each = squares.new_zeros(len(tensors)).index_add_(0, owners, squares)
     return squares.sum().sqrt().float(), of_each.sqrt().float()
+
+
+def count_(counters: Sequence[Tensor]) -> list[float]:
+    """Add 1 to each counter, a floating scalar on any device, and return what they are then."""
+    if is_compiled("cpu", torch.float32):
+        counts: list[float] = torch.ops.ptdp.count_(list(counters)).tolist()
+        if counts:
+            _mark_written(counters)
+            return counts
+    return reference.count_(counters)
 
 
 def accumulate_weight_gradient(main_grad: Tensor, grad_output: Tensor, x: Tensor) -> None:
@@ -185,7 +193,8 @@ def _dtypes(*lists: Iterable[Tensor]) -> set[torch.dtype]:
 
 
 OPS = (
-    Op("adam_", lambda *args: None, has_gradient=False),
+    Op("count_", lambda counters: torch.empty(len(counters), dtype=torch.float64), has_gradient=False),
+    Op("adam_", lambda *args: torch.zeros((), dtype=torch.bool), has_gradient=False),
     Op("scale_", lambda *args: None, has_gradient=False),
     Op(
         "squares",

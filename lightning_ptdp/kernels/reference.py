@@ -178,3 +178,8 @@ def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
 def l2_norms(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     of_each = torch.stack([torch.linalg.vector_norm(t, dtype=torch.float64) for t in tensors])
     return torch.linalg.vector_norm(of_each).float(), of_each.float()
+
+
+@torch.no_grad()
+def count_(counters: Sequence[Tensor]) -> list[float]:
+    return [counter.add_(1).item() for counter in counters]

@@ -1,7 +1,9 @@
 """Apex's names do what Apex's documentation says, and take nobody's place unasked."""
 
+import pickle
 import sys
 from copy import deepcopy
+from functools import partial
 
 import pytest
 import torch
@@ -56,6 +58,105 @@ def test_master_weights_keep_what_16_bits_lose():
         [(p.float() - q).abs().sum().item() for p, q in zip(run, exact, strict=True)] for run in (with_master, plain)
     ]
     assert sum(moved[0]) <= sum(moved[1])
+
+
+def replaced(optimizer):
+    state = optimizer.state[optimizer.param_groups[0]["params"][1]]
+    state.update(exp_avg=state["exp_avg"] * 2, exp_avg_sq=state["exp_avg_sq"] + 1, step=state["step"] + 5)
+    return optimizer
+
+
+def written_over(optimizer):
+    state = optimizer.state[optimizer.param_groups[0]["params"][0]]
+    state["exp_avg"].mul_(2)
+    state["step"].fill_(7)
+    return optimizer
+
+
+def given_other_parameters(optimizer):
+    """As the strategy does where an optimizer steps main weights."""
+    group = optimizer.param_groups[0]
+    others = [nn.Parameter(p.detach().clone()) for p in group["params"]]
+    for old, new in zip(group["params"], others, strict=True):
+        optimizer.state[new] = {name: value.clone() for name, value in optimizer.state.pop(old, {}).items()}
+    group["params"] = others
+    return optimizer
+
+
+def given_a_group(optimizer):
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3, 2))], "lr": 0.1})
+    return optimizer
+
+
+def without_a_gradient(optimizer):
+    optimizer.param_groups[0]["params"][0].requires_grad_(False)
+    optimizer.param_groups[0]["params"][0].grad = None
+    return optimizer
+
+
+def with_a_gradient_later(optimizer):
+    optimizer.param_groups[0]["params"][2].requires_grad_(True)
+    return optimizer
+
+
+def given_other_storage(optimizer):
+    first = optimizer.param_groups[0]["params"][0]
+    first.grad, first.data = None, first.detach().t().contiguous().t()
+    return optimizer
+
+
+def mixed(optimizer):
+    optimizer.param_groups[0]["params"].append(nn.Parameter(torch.ones(6, dtype=torch.float64)))
+    return optimizer
+
+
+def loaded(optimizer):
+    optimizer.load_state_dict(deepcopy(optimizer.state_dict()))
+    return replaced(optimizer)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        loaded,
+        replaced,
+        written_over,
+        given_other_parameters,
+        given_a_group,
+        without_a_gradient,
+        with_a_gradient_later,
+        given_other_storage,
+        mixed,
+        deepcopy,
+        lambda optimizer: pickle.loads(pickle.dumps(optimizer)),
+    ],
+)
+def test_what_changes_between_steps_counts(change):
+    """After two steps an optimizer is changed, or exchanged for the result; then it goes on as PyTorch's AdamW."""
+    optimizers = []
+    for make in (apex.FusedAdam, partial(torch.optim.AdamW, foreach=False)):
+        generator = torch.Generator().manual_seed(3)
+        optimizer = make([nn.Parameter(torch.ones(size)) for size in [(3, 5), (4,), (2,)]], lr=0.01, weight_decay=0.1)
+        optimizer.param_groups[0]["params"][2].requires_grad_(False)
+        for step in range(4):
+            optimizer = change(optimizer) if step == 2 else optimizer
+            for parameter in (p for group in optimizer.param_groups for p in group["params"] if p.requires_grad):
+                parameter.grad = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+            optimizer.step()
+        optimizers.append(optimizer)
+    ours, theirs = ([p for group in each.param_groups for p in group["params"]] for each in optimizers)
+    for p, q in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(p, q, rtol=0, atol=1e-6)
+        torch.testing.assert_close(optimizers[0].state.get(p, {}), optimizers[1].state.get(q, {}), rtol=0, atol=1e-6)
+
+
+def test_sparse_gradients_are_refused_before_anything_is_done():
+    parameters, optimizer = trained(apex.FusedAdam)
+    before = deepcopy(optimizer.state_dict())
+    parameters[1].grad = torch.zeros(4).to_sparse()
+    with pytest.raises(ValueError, match="takes dense gradients"):
+        optimizer.step()
+    torch.testing.assert_close(optimizer.state_dict(), before, rtol=0, atol=0)
 
 
 def test_what_fused_adam_lacks_is_refused():

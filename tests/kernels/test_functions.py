@@ -196,6 +196,50 @@ def test_adam_is_that_of_pytorch(decoupled, compiled):
     assert all(torch.equal(x, y) for x, y in zip(ours, kept, strict=True))
 
 
+ODD = {
+    "float64": lambda x: x.double(),
+    "transposed": lambda x: x.t().contiguous().t(),
+    "every second": lambda x: torch.stack([x, x], -1)[..., 0],
+}
+
+
+@pytest.mark.parametrize("odd", ODD)
+@pytest.mark.parametrize("column", ["weights", "grads", "first moments", "second moments"])
+def test_adam_of_odd_tensors_is_the_reference(odd, column):
+    """One tensor among others that no kernel takes: all are stepped, once."""
+    at = ["weights", "grads", "first moments", "second moments"].index(column)
+    lists = [[torch.rand(3, 4), torch.rand(2, 5)] for _ in range(4)]
+    lists[at][1] = ODD[odd](lists[at][1])
+    expected = [[x.clone() for x in each] for each in lists]
+    numbers = kernels.AdamStep(0.1, (0.9, 0.95), 1e-8, 0.1, 3)
+    kernels.adam_(*lists, numbers)
+    with kernels.references():
+        kernels.adam_(*expected, numbers)
+    torch.testing.assert_close(lists, expected, rtol=0, atol=0)
+
+
+def test_tensors_on_another_device_are_not_passed_over():
+    lists = [[torch.rand(3)] for _ in range(4)]
+    lists[1] = [torch.rand(3, device="meta")]
+    with pytest.raises(RuntimeError, match="meta"):
+        kernels.adam_(*lists, kernels.AdamStep(0.1, (0.9, 0.95), 1e-8, 0.1, 3))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("compiled", [True, False])
+def test_counters_count(compiled, dtype):
+    counters = [torch.tensor(3.0), torch.tensor([5.0], dtype=dtype), torch.tensor(0.0)]
+    version = counters[0]._version
+    if compiled:
+        counts = kernels.count_(counters)
+    else:
+        with kernels.references():
+            counts = kernels.count_(counters)
+    assert counts == [counter.item() for counter in counters] == [4, 6, 1]
+    assert counters[0]._version > version
+    assert kernels.count_([]) == []
+
+
 @pytest.mark.parametrize("compiled", [True, False])
 def test_norms_and_scaling_of_lists(compiled):
     tensors = [torch.randn(3, 5), torch.randn(0), torch.randn(70001), torch.randn(4).bfloat16()]

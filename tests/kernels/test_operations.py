@@ -95,7 +95,10 @@ def sample_arguments():
     yield ops.cross_entropy_gradient, (torch.randn(4, 9), torch.tensor([0, 3, -1, 8]), *torch.rand(2, 4), 0.1, 0.9)
     four = [[torch.rand(3, 5), torch.rand(7)] for _ in range(4)]
     copies = [torch.zeros(3, 5, dtype=torch.bfloat16), torch.zeros(7, dtype=torch.bfloat16)]
-    yield ops.adam_, (*four, copies, flag, 0.1, 0.9, 0.95, 1e-8, 0.1, 3, True, True, 0.5, True)
+    numbers = (flag, 0.1, 0.9, 0.95, 1e-8, 0.1, 3, True, True, 0.5, True)
+    yield ops.adam_, (*four, copies, *numbers)
+    yield ops.adam_, ([torch.rand(3).double()], *([torch.rand(3)] for _ in range(3)), [], *numbers)
+    yield ops.count_, ([torch.tensor(1.0), torch.tensor(2.0)],)
     yield ops.scale_, ([torch.rand(3)], [torch.zeros(3, dtype=torch.bfloat16)], flag, 0.5)
     yield ops.squares, ([torch.rand(3, 5), torch.rand(7)],)
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_ptdp.kernels import AdamStep, adam_
+from lightning_ptdp.kernels import AdamStep, adam_, count_
 
 
 class FusedAdam(Optimizer):
@@ -63,6 +63,11 @@ class FusedAdam(Optimizer):
         self.set_grad_none = set_grad_none
         self.master_weights = master_weights
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and pickles, which would else have no options of its own."""
+        own = ("adam_w_mode", "set_grad_none", "master_weights")
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in own}}
+
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
 
@@ -74,17 +79,27 @@ class FusedAdam(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            for step, parameters in self._alike([p for p in group["params"] if p.grad is not None]).items():
-                self._update(group, parameters, step[0])
+            self._step_group(group)
         return loss
 
-    def _alike(self, parameters: list[Tensor]) -> dict[tuple[int, torch.dtype, torch.device], list[Tensor]]:
-        """Parameters by the number of the step that they take, dtype and device."""
-        steps = [(self.state[parameter] or self._start(parameter))["step"] for parameter in parameters]
-        found: dict[tuple[int, torch.dtype, torch.device], list[Tensor]] = defaultdict(list)
-        for parameter, step in zip(parameters, steps, strict=True):
-            found[int(step.item()) + 1, parameter.dtype, parameter.device].append(parameter)
-        return found
+    def _step_group(self, group: dict[str, Any]) -> None:
+        """Everything is looked up anew in each step, so that parameters and states may be exchanged between steps."""
+        grads = [grad for p in group["params"] if (grad := p.grad) is not None]
+        if any([grad.is_sparse for grad in grads]):  # noqa: C419  a list is faster, and there may be thousands
+            raise ValueError("FusedAdam takes dense gradients; use torch.optim.SparseAdam for sparse ones")
+        parameters: list[Tensor] = group["params"]
+        if len(grads) < len(parameters):
+            parameters = [p for p in parameters if p.grad is not None]
+        states = [self.state[p] or self._start(p) for p in parameters]
+        steps = count_([state["step"] for state in states])
+        if len(set(steps)) == len({p.dtype for p in parameters}) == len({p.device for p in parameters}) == 1:
+            self._update(group, parameters, grads, states, steps[0])
+            return
+        kinds: dict[tuple[float, torch.dtype, torch.device], list[int]] = defaultdict(list)
+        for i, (step, parameter) in enumerate(zip(steps, parameters, strict=True)):
+            kinds[step, parameter.dtype, parameter.device].append(i)
+        for (step, _, _), at in kinds.items():
+            self._update(group, [parameters[i] for i in at], [grads[i] for i in at], [states[i] for i in at], step)
 
     def _start(self, parameter: Tensor) -> dict[str, Any]:
         state: dict[str, Any] = self.state[parameter]
@@ -96,10 +111,15 @@ class FusedAdam(Optimizer):
             state["master"] = parameter.detach().to(wide)
         return state
 
-    def _update(self, group: dict[str, Any], parameters: list[Tensor], step: int) -> None:
-        grads, states = [p.grad for p in parameters if p.grad is not None], [self.state[p] for p in parameters]
-        if any(grad.is_sparse for grad in grads):
-            raise ValueError("FusedAdam takes dense gradients; use torch.optim.SparseAdam for sparse ones")
+    def _update(
+        self,
+        group: dict[str, Any],
+        parameters: list[Tensor],
+        grads: list[Tensor],
+        states: list[dict[str, Any]],
+        step: float,
+    ) -> None:
+        """Let parameters of one dtype and device take their step of the same number."""
         weights, copies = parameters, []
         if parameters[0].dtype.itemsize == 2:
             weights = [s["master"] if "master" in s else p.float() for p, s in zip(parameters, states, strict=True)]
@@ -114,10 +134,9 @@ class FusedAdam(Optimizer):
                 betas=group["betas"],
                 eps=group["eps"],
                 weight_decay=group["weight_decay"],
-                step=step,
+                step=int(step),
                 decoupled=self.adam_w_mode,
                 corrects_bias=group["bias_correction"],
             ),
             copies=copies,
         )
-        torch._foreach_copy_([state["step"] for state in states], [torch.tensor(float(step))] * len(states))
