@@ -150,9 +150,11 @@ def test_validation_after_a_resume(save_at, tmp_path):
     (tmp_path / "plain").mkdir()
     saves = {"save_at": save_at, "folder": str(tmp_path / "plain")}
     in_one_process(fitted, **saves, **arguments)
-    expected, whole = in_one_process(fitted, resumes=True, **saves, **arguments), in_one_process(fitted, **arguments)
-    for numbers in ("losses", "validations"):  # Lightning itself reads the loader from its beginning again
-        expected[numbers] = whole[numbers][-len(expected[numbers]) :]
+    expected = in_one_process(fitted, resumes=True, **saves, **arguments)
+    if save_at[1] == "batch":  # Lightning itself reads the loader from its beginning again, we go on in it
+        whole = in_one_process(fitted, **arguments)
+        for numbers in ("losses", "validations"):
+            expected[numbers] = whole[numbers][-len(expected[numbers]) :]
     on_every_rank(fitted, "p2d2", **saves | {"folder": str(tmp_path)}, **arguments)
     for found in on_every_rank(fitted, "p2d2", resumes=True, **saves | {"folder": str(tmp_path)}, **arguments):
         assert_same_run(found, expected)
