@@ -2,10 +2,10 @@
 
     python benchmarks/checkpoint.py --mib 1024 --ranks 4 --rounds 5 --folder /path/on/the/disk
 
-In every round all ranks together write and sync plain files of as many bytes, save, drop the files from the page cache,
-read the plain files, and load; in odd rounds the plain files come last. Files of the round before are deleted outside
-of what is timed. What to read is the ratio, the median over
-the rounds of checkpoint / plain. The model is a pipeline of square matrices under SGD, so the checkpoint has the
+In every round all ranks together write and sync plain files of as many bytes, and save; in odd rounds the plain files
+come last. Then, in as many rounds, they drop the files from the page cache, read the plain files, and load. Files of
+the round before are deleted outside of what is timed. What to read is the ratio, the median over the rounds of
+checkpoint / plain. The model is a pipeline of square matrices under SGD, so the checkpoint has the
 bytes of its weights. With --background a save is timed until training would go on.
 """
 
@@ -109,8 +109,8 @@ class Measures(L.Callback):
         }
         seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in acts}
         growth = dict.fromkeys(acts, 0)
-        for i in range(self.options.rounds + 1):  # the first warms up
-            for name, (ours, its) in acts.items():
+        for name, (ours, its) in acts.items():
+            for i in range(self.options.rounds + 1):  # the first warms up
                 if name == "load":
                     _forget([plain, *(path.iterdir() if trainer.is_global_zero else ())])
                 first = timed(its) if i % 2 == 0 else 0.0

@@ -16,7 +16,7 @@ from xxhash import xxh3_64, xxh3_64_intdigest
 
 from lightning_ptdp.checkpoint.errors import DamagedFileError
 
-SECTION = 1 << 22  # bytes that a checksum covers
+SECTION = 1 << 20  # bytes that a checksum covers
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,8 @@ class _Compared(io.RawIOBase):
 
     def __init__(self, file: File, raw: io.FileIO, compared: set[int]) -> None:
         self._file, self._raw, self._compared, self._at = file, raw, compared, 0
-        self._kept: tuple[int, memoryview] = (-1, memoryview(b""))  # a section of which a part was read
+        self._room = memoryview(bytearray(min(SECTION, file.bytes)))
+        self._kept: tuple[int, memoryview] = (-1, self._room)  # a section of which a part was read
 
     def readable(self) -> bool:
         return True
@@ -140,7 +141,7 @@ class _Compared(io.RawIOBase):
             self._fill(part, section * SECTION)
             self._compare(section, part)
         else:
-            content = memoryview(bytearray(length))
+            self._kept, content = (-1, self._room), self._room[:length]
             self._fill(content, section * SECTION)
             self._compare(section, content)
             self._kept = section, content
