@@ -56,14 +56,18 @@ def step_of(function: Callable[..., Tensor], *inputs: Tensor, leaves: int = 1) -
     return lambda: torch.autograd.grad(function(*parts), parts[:leaves], direction)
 
 
-def rows(device: str, inductor: bool) -> Iterator[Callable[[], Row]]:
-    """Makers of rows, so that only one row's tensors are alive at a time."""
+def rows(device: str, inductor: bool) -> Iterator[tuple[str, Callable[[], Row]]]:
+    """Names and makers of rows: only one row's tensors are alive at a time, and none of a row that isn't timed."""
     for dtype in DTYPES:
         for name, make in OPERATIONS.items():
-            yield lambda name=name, make=make, dtype=dtype: Row(name, _short(dtype), make(device, dtype, inductor))
+            yield (
+                name,
+                lambda name=name, make=make, dtype=dtype: Row(name, _short(dtype), make(device, dtype, inductor)),
+            )
     for what, make in {"AdamW": adam_steps, "AdamW's arithmetic": adam_kernels}.items():
         for of, sizes in {"48 tensors of 14 M": [292_000] * 48, "600 tensors of 64x64": [4096] * 600}.items():
-            yield lambda name=f"{what}, {of}", make=make, sizes=sizes: Row(name, "float32", make(device, sizes))
+            name = f"{what}, {of}"
+            yield name, lambda name=name, make=make, sizes=sizes: Row(name, "float32", make(device, sizes))
 
 
 def contestants(
@@ -284,10 +288,10 @@ def main() -> None:
     header = f"{name}; torch {torch.__version__}, python {platform.python_version()}, {platform.machine()}"
     print(header)
     measured = []
-    for make in rows(options.device, options.inductor):
-        torch.manual_seed(0)
-        row = make()
-        if options.only in row.name:
+    for name, make in rows(options.device, options.inductor):
+        if options.only in name:
+            torch.manual_seed(0)
+            row = make()
             measure(row, options.rounds, options.device)
             measured.append(row)
             print(show(row), flush=True)
