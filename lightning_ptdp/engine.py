@@ -280,9 +280,10 @@ class Engine:
         """What optimizers step of this rank's parameters, or would step, under every name that they have here."""
         first = self.plain_names(module)
         return [
-            Stepped(name, parameter, weight, None if self.mains is None else self.mains.run_of(parameter))
+            Stepped(
+                name, parameter, self.weight_of(parameter), None if self.mains is None else self.mains.run_of(parameter)
+            )
             for local, parameter in module.named_parameters(remove_duplicate=False)
-            for weight in [parameter if self.mains is None else self.mains.weight_of(parameter)]
             for name in dict.fromkeys((local, first[parameter]))
         ]
 

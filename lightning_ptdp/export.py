@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_ptdp.checkpoint import whole_or_absent
+from lightning_ptdp.checkpoint.checked_files import faults_of
 from lightning_ptdp.checkpoint.contents import plain_checkpoint
 from lightning_ptdp.checkpoint.folder import Folder, Keys, Stored
 from lightning_ptdp.checkpoint.reading import check_exists, contents, names_of, read_checkpoint
@@ -152,12 +153,12 @@ def check_free(target: Path, source: Path, *, force: bool) -> None:
 
 
 def check_undamaged(folder: Path) -> None:
-    """Compare each file of a checkpoint with its manifest.
+    """Compare the size of each file of a checkpoint with its manifest; contents are compared as they are read.
 
     Raises:
         RuntimeError: with what is wrong.
     """
-    faults = [fault for file in whole_or_absent.files(folder) if (fault := file.fault_of_size()) is not None]
+    faults = faults_of(whole_or_absent.files(folder), contents=False)
     if faults:
         raise RuntimeError("; ".join(faults))
 

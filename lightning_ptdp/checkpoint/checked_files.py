@@ -6,7 +6,7 @@ A checksum covers a section of a file, so that who reads a part of a file reads 
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,6 +47,12 @@ class File:
             except DamagedFileError as error:
                 return str(error)
         return fault
+
+
+def faults_of(files: Iterable[File], *, contents: bool) -> list[str]:
+    """What is wrong with files, a sentence each. contents: whether they are read; else sizes are all that is seen."""
+    found = (file.damage() if contents else file.fault_of_size() for file in files)
+    return [fault for fault in found if fault is not None]
 
 
 def checksums_of(path: Path) -> list[int]:

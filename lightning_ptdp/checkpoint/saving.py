@@ -11,7 +11,7 @@ import torch
 from torch.distributed import ProcessGroup
 
 from lightning_ptdp.checkpoint import folder, whole_or_absent
-from lightning_ptdp.checkpoint.checked_files import checksums_of
+from lightning_ptdp.checkpoint.checked_files import checksums_of, faults_of
 from lightning_ptdp.checkpoint.errors import CheckpointError, DamagedFileError
 from lightning_ptdp.checkpoint.folder import Keys
 from lightning_ptdp.checkpoint.rectangles import Placed
@@ -76,9 +76,7 @@ def verify(path: Path, group: ProcessGroup, *, contents: bool) -> None:
         listed = whole_or_absent.files(path)
         if not listed and not folder.is_folder(path):
             raise ValueError(f"the folder {path} is no checkpoint: it has no {folder.METADATA} and {folder.META}")
-        mine = listed[group.rank() :: group.size()]
-        found = [file.damage() if contents else file.fault_of_size() for file in mine]
-        faults = [fault for fault in found if fault is not None]
+        faults = faults_of(listed[group.rank() :: group.size()], contents=contents)
         if faults:
             raise DamagedFileError("; ".join(faults))
 

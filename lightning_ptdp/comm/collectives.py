@@ -165,18 +165,17 @@ def reduce_scatter_slices_(flat: Tensor, group: ProcessGroup) -> None:
     """
     if group.size() == 1:
         return
-    size = len(flat) // group.size()
-    mine = flat.new_empty(size)
-    _reduce_scatter_single(mine, flat, op=SUM, group=group)
-    flat[group.rank() * size : (group.rank() + 1) * size].copy_(mine)
+    mine = own_chunk(flat, group, 0)
+    summed = torch.empty_like(mine)
+    _reduce_scatter_single(summed, flat, op=SUM, group=group)
+    mine.copy_(summed)
 
 
 def all_gather_slices_(flat: Tensor, group: ProcessGroup) -> None:
     """Fill a flat tensor with every rank's equal slice of it; the group's size must divide its length."""
     if group.size() == 1:
         return
-    size = len(flat) // group.size()
-    _all_gather_single(flat, flat[group.rank() * size : (group.rank() + 1) * size].clone(), group=group)
+    _all_gather_single(flat, own_chunk(flat, group, 0).clone(), group=group)
 
 
 def _moved_back(tensor: Tensor, dim: int) -> Tensor:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
-from lightning_ptdp.comm.collectives import all_gather_slices_
+from lightning_ptdp.comm.collectives import all_gather_slices_, own_chunk
 from lightning_ptdp.data_parallel.buckets import GradientBuffers
 
 
@@ -123,7 +123,7 @@ class MainWeights:
         for weights, main in self._flat:
             assert self._replicas is not None, "flat weights are sharded"
             if main is not None:
-                yield _slice(weights, self._replicas), main
+                yield own_chunk(weights, self._replicas, 0), main
         if self._replicas is None:
             yield from ((main.parameter, main.weight) for main in self if main.weight is not main.parameter)
 
@@ -134,7 +134,7 @@ class MainWeights:
         """Lay the parameters of each buffer out flat, and take this replica's slice."""
         for parameters, offsets, length in self._buffers.layout(added):
             weights = _laid_out(parameters, offsets, length)
-            mine = _slice(weights, replicas)
+            mine = own_chunk(weights, replicas, 0)
             main = None if weights.dtype == torch.promote_types(weights.dtype, torch.float32) else mine.float()
             self._flat.append((weights, main))
             low = replicas.rank() * len(mine)
@@ -171,9 +171,3 @@ def _laid_out(parameters: Sequence[nn.Parameter], offsets: Sequence[int], length
         place.copy_(parameter.detach())
         parameter.data = place
     return flat
-
-
-def _slice(flat: Tensor, group: ProcessGroup) -> Tensor:
-    """This rank's equal part."""
-    size = len(flat) // group.size()
-    return flat[group.rank() * size : (group.rank() + 1) * size]
