@@ -290,3 +290,18 @@ class Stream(IterableDataset[Batch]):
     def __iter__(self) -> Iterator[Batch]:
         rows = Rows(self.batch)
         return (rows[i] for i in range(len(rows)))
+
+
+def llama_config() -> Any:
+    """A small Llama of transformers, which must be installed: grouped-query attention, gate and up apart, rotary."""
+    import transformers
+
+    return transformers.LlamaConfig(
+        vocab_size=61,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=16,
+    )

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_ptdp import PTDPStrategy
-from tests.models import GPT, texts
+from tests.models import GPT, llama_config, texts
 from tests.oracle import Recorder, ReplicaBatches, assert_same, join, parallel, quiet_trainer, train
 from tests.spmd import SpmdError, run_spmd
 from tests.trainer.test_layouts import PLAN
@@ -121,16 +121,7 @@ class LateLlama(pl.LightningModule):
         if hasattr(self, "model"):
             return
         transformers = pytest.importorskip("transformers")
-        config = transformers.LlamaConfig(
-            vocab_size=61,
-            hidden_size=16,
-            intermediate_size=24,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=16,
-        )
-        self.model = transformers.AutoModelForCausalLM.from_config(config)
+        self.model = transformers.AutoModelForCausalLM.from_config(llama_config())
 
     def training_step(self, batch, batch_idx):
         return self.model(input_ids=batch["ids"], labels=batch["ids"], use_cache=False).loss

@@ -14,7 +14,7 @@ from lightning_ptdp.tensor_parallel.heads import check_heads
 from lightning_ptdp.tensor_parallel.placement import place
 from lightning_ptdp.tensor_parallel.plan import find_plan
 from tests.live import LiveStorages
-from tests.models import texts
+from tests.models import llama_config, texts
 from tests.oracle import assert_same, parallel, serial
 from tests.spmd import run_spmd
 from tests.trainer.test_recomputation import FULL, OFF, SELECTIVE, assert_same_bits, fits_of
@@ -34,16 +34,7 @@ def gpt2():
 
 def llama():
     """Grouped-query attention, gate and up apart, rotary positions."""
-    config = transformers.LlamaConfig(
-        vocab_size=61,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=16,
-    )
-    return transformers.LlamaForCausalLM(config)
+    return transformers.LlamaForCausalLM(llama_config())
 
 
 def deepseek():
