@@ -19,8 +19,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
+from benchmarks.traffic import Traffic
 from lightning_ptdp import PTDPStrategy
-from lightning_ptdp.comm.traffic import Traffic
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ trainer = lightning.Trainer(strategy="ptdp", devices=8)
 """
 
 from lightning_ptdp.check import check
-from lightning_ptdp.precision import PTDPPrecision
+from lightning_ptdp.precision.plugin import PTDPPrecision
 from lightning_ptdp.strategy import PTDPStrategy
 
 __version__ = "0.1.0"

@@ -31,9 +31,13 @@ from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lightning_ptdp import inventory, loaders, preflight
-from lightning_ptdp.averages import refused_averages, split_averages
-from lightning_ptdp.callbacks import (
+from lightning_ptdp.callbacks.averages import refused_averages, split_averages
+from lightning_ptdp.callbacks.loop_progress import LoopProgress
+from lightning_ptdp.callbacks.resuming import KEY, Resuming
+from lightning_ptdp.callbacks.stage_state import StageState
+from lightning_ptdp.callbacks.stop_together import StopTogether, refused_signals, signals_of
+from lightning_ptdp.callbacks.summaries import pin_summaries
+from lightning_ptdp.callbacks.users import (
     callbacks_of,
     count_replicas,
     refused_callbacks,
@@ -44,18 +48,17 @@ from lightning_ptdp.callbacks import (
 )
 from lightning_ptdp.checkpoint.contents import contents_of, gather_module
 from lightning_ptdp.checkpoint.local_state import LocalState, check_names
+from lightning_ptdp.checkpoint.pretrained import is_pretrained, read_pretrained
 from lightning_ptdp.checkpoint.store import Store
 from lightning_ptdp.checkpoint.whole_or_absent import cut_off
 from lightning_ptdp.comm import collectives
+from lightning_ptdp.comm.failure import FailureBoard
 from lightning_ptdp.comm.groups import Groups, join_world, world, world_copy
 from lightning_ptdp.config import Auto, ParallelConfig
 from lightning_ptdp.data_parallel.scaling import GradientSample, check_scaled_alike
 from lightning_ptdp.deferred_init import DeferredInit
-from lightning_ptdp.engine import Engine
-from lightning_ptdp.exchange import Exchange
-from lightning_ptdp.failure import FailureBoard
-from lightning_ptdp.held_schedule import hold
-from lightning_ptdp.holdings import holdings, table
+from lightning_ptdp.engine.engine import Engine
+from lightning_ptdp.engine.parameter_groups import WholeGroups
 from lightning_ptdp.kernels.status import in_a_line
 from lightning_ptdp.layout import (
     Layout,
@@ -67,28 +70,28 @@ from lightning_ptdp.layout import (
     memory_of,
     remember,
 )
-from lightning_ptdp.log_calls import ALREADY_SYNCED
-from lightning_ptdp.metrics import connect_metrics
-from lightning_ptdp.parameter_groups import WholeGroups
-from lightning_ptdp.precision import PTDPPrecision
-from lightning_ptdp.predictions import join_predictions
-from lightning_ptdp.pretrained import is_pretrained, read_pretrained
-from lightning_ptdp.progress import LoopProgress
-from lightning_ptdp.refusals import (
+from lightning_ptdp.loaders import replicas
+from lightning_ptdp.loaders.predictions import join_predictions
+from lightning_ptdp.precision.held_rates import hold
+from lightning_ptdp.precision.plugin import PTDPPrecision
+from lightning_ptdp.preflight import inventory
+from lightning_ptdp.preflight.compare import compare
+from lightning_ptdp.preflight.holdings import holdings, table
+from lightning_ptdp.preflight.refusals import (
     batch_norm_warning,
     foreign_parameters,
     refused_manual_optimization,
     refused_modules,
     refused_optimizers,
 )
-from lightning_ptdp.resuming import KEY, Resuming
+from lightning_ptdp.preflight.weights import agree_on_weights
+from lightning_ptdp.random_streams import mix, share_random_state
 from lightning_ptdp.schedule import SCHEDULES
-from lightning_ptdp.stage_state import StageState
-from lightning_ptdp.steps import Context, Steps, batch_of, edits_gradients
-from lightning_ptdp.stopping import StopTogether, refused_signals, signals_of
-from lightning_ptdp.tensor_parallel.random import mix, share_random_state
+from lightning_ptdp.steps.exchange import Exchange
+from lightning_ptdp.steps.log_calls import ALREADY_SYNCED
+from lightning_ptdp.steps.metrics import connect_metrics
+from lightning_ptdp.steps.steps import Context, Steps, batch_of, edits_gradients
 from lightning_ptdp.topology import Topology
-from lightning_ptdp.whole_module import agree_on_weights, pin_summaries
 
 log = logging.getLogger(__name__)
 
@@ -359,7 +362,7 @@ class PTDPStrategy(ParallelStrategy):
             inventory.sizes(topology),
             inventory.trainer_settings(self._module.trainer),
         ]
-        found = preflight.compare(sections, faults, world())
+        found = compare(sections, faults, world())
         self._faults, self._topology = found.faults, topology
         if not found.are_alike:  # hooks that run before `setup` may meet in collectives, and would wait for ever
             if is_built:
@@ -493,7 +496,7 @@ class PTDPStrategy(ParallelStrategy):
         sections = [inventory.module_contents(module, None if self._deferred is None else self._deferred.digest)]
         if not self._faults:
             sections += [inventory.layout_of_ranks(layout), inventory.tensor_parallel_plan(layout)]
-        preflight.compare(sections, faults + more, world()).refuse()
+        compare(sections, faults + more, world()).refuse()
         return layout
 
     def _agreed_seed(self) -> int:
@@ -530,7 +533,7 @@ class PTDPStrategy(ParallelStrategy):
         faults = foreign_parameters(module, self.optimizers)
         faults += refused_optimizers(self.optimizers, self.groups.topology, shards=self._distributed_optimizer)
         section = inventory.optimization(self.optimizers, held, self.lr_scheduler_configs)
-        preflight.compare([section], faults, world()).refuse()
+        compare([section], faults, world()).refuse()
 
     @contextmanager
     def whole_model(self) -> Iterator[None]:
@@ -622,7 +625,7 @@ class PTDPStrategy(ParallelStrategy):
         trainer = self._module.trainer
         assert trainer.state.stage is not None, "loaders are read in a stage"
         shares = trainer._accelerator_connector.use_distributed_sampler  # known nowhere else
-        return loaders.prepare(
+        return replicas.prepare(
             dataloader,
             self.groups,
             stage=trainer.state.stage,
@@ -743,7 +746,7 @@ class PTDPStrategy(ParallelStrategy):
         loop = self._module.trainer.predict_loop
         if loop.return_predictions:
             predictions = [loop.predictions] if loop.num_dataloaders == 1 else loop.predictions
-            join_predictions(predictions, loaders.leaves(self._module.trainer.predict_dataloaders), self.groups)
+            join_predictions(predictions, replicas.leaves(self._module.trainer.predict_dataloaders), self.groups)
 
     def _evaluate(self, name: str, context: Context, args: Any, kwargs: Any) -> Any:
         at = self._progress

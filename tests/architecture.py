@@ -17,8 +17,8 @@ PACKAGE = "lightning_ptdp"
 class Unit:
     """What one unit may import, besides itself and the standard library.
 
-    layer: only units of lower layers may be listed in `ours`, except by the dotted name of a module.
-    ours: units, or single modules as "unit.module". outside: top-level packages.
+    layer: only units of lower layers may be listed in `ours`. ours: units, or single modules as "unit.module".
+    outside: top-level packages.
     """
 
     layer: int
@@ -30,85 +30,59 @@ def _unit(layer: int, ours: str = "", outside: str = "") -> Unit:
     return Unit(layer, frozenset(ours.split()), frozenset(outside.split()))
 
 
-_PURE = "config topology schedule"
-_COMPUTE = "comm kernels batch loss_weight outputs data_parallel tensor_parallel pipeline recompute deferred_init"
-_FRONT = (
-    f"engine checkpoint planner {_PURE} comm kernels batch exchange failure outputs precision loaders logging "
-    "log_calls hook_logs metrics progress predictions stage_state stopping whole_module layout steps strategy check "
-    "callbacks averages holdings loss_scale held_schedule parameter_groups pretrained preflight inventory refusals "
-    "resumable resuming deferred_init recompute tensor_parallel.random"
-)
-
 UNITS: dict[str, Unit] = {
     "topology": _unit(0),
-    "config": _unit(0, "topology.Topology"),  # derives d and m
     "schedule": _unit(0),
-    "planner": _unit(1, _PURE, "yaml"),
-    "kernels": _unit(1, "", "torch"),
-    "comm": _unit(1, _PURE, "torch numpy"),
-    "outputs": _unit(1, "", "torch numpy"),
-    "batch": _unit(1, "", "torch"),
-    "loss_scale": _unit(0),
-    "held_schedule": _unit(1),
-    "parameter_groups": _unit(1, "", "torch"),
-    "loss_weight": _unit(2, "kernels", "torch"),
-    "exchange": _unit(2, f"comm {_PURE}", "torch"),
-    "failure": _unit(2, f"comm {_PURE}", "torch"),
-    "preflight": _unit(2, "comm", "torch"),
-    "probe": _unit(2, "kernels.status", "torch"),
-    "tensor_parallel": _unit(2, f"comm kernels {_PURE}", "torch numpy"),
-    "data_parallel": _unit(2, f"comm kernels {_PURE}", "torch"),
-    "pipeline": _unit(2, f"comm {_PURE}", "torch"),
-    "deferred_init": _unit(2, "tensor_parallel.random pipeline.hollow", "torch"),
-    "recompute": _unit(2, "tensor_parallel.random", "torch numpy"),
-    "checkpoint": _unit(3, f"comm tensor_parallel.shard {_PURE}", "torch safetensors xxhash"),
-    "layout": _unit(3, f"pipeline recompute tensor_parallel {_PURE}", "torch"),
-    "engine": _unit(3, f"{_PURE} {_COMPUTE}", "torch"),
-    "precision": _unit(4, f"data_parallel.clip {_FRONT}", "torch lightning"),
-    "loaders": _unit(4, f"data_parallel.sampler {_FRONT}", "torch lightning"),
-    "resumable": _unit(4, f"data_parallel.order {_FRONT}", "torch lightning rich"),
-    "resuming": _unit(4, _FRONT, "torch lightning"),
-    "logging": _unit(4, _FRONT, "torch lightning torchmetrics"),
-    "metrics": _unit(4, _FRONT, "torch lightning torchmetrics"),
-    "log_calls": _unit(4, _FRONT, "torch lightning torchmetrics"),
-    "hook_logs": _unit(4, _FRONT, "torch lightning torchmetrics"),
-    "progress": _unit(4, _FRONT, "torch lightning"),
-    "stage_state": _unit(4, _FRONT, "torch lightning numpy"),
-    "predictions": _unit(4, f"data_parallel.sampler {_FRONT}", "torch lightning"),
-    "whole_module": _unit(4, _FRONT, "torch lightning"),
-    "callbacks": _unit(4, _FRONT, "torch lightning"),
-    "averages": _unit(4, _FRONT, "torch lightning"),
-    "pretrained": _unit(4, _FRONT, "torch"),
-    "export": _unit(4, _FRONT, "torch lightning transformers"),
-    "holdings": _unit(4, _FRONT, "torch"),
-    "inventory": _unit(4, f"__init__ {_FRONT}", "torch lightning torchmetrics"),
-    "refusals": _unit(4, f"probe {_FRONT}", "torch lightning"),
-    "steps": _unit(4, _FRONT, "torch lightning"),
-    "check": _unit(4, f"{_FRONT} pipeline.partition tensor_parallel.shard", "torch lightning numpy"),
-    "stopping": _unit(4, _FRONT, "torch lightning"),
-    "strategy": _unit(4, f"data_parallel.scaling {_FRONT}", "torch lightning"),
-    "nn": _unit(2, "kernels", "torch"),
-    "data": _unit(2, "", "torch lightning datasets tokenizers numpy rich"),
-    "compat": _unit(3, "kernels nn", "torch"),
-    "recipes": _unit(3, "nn data", "torch lightning torchmetrics transformers"),
-    "cli": _unit(
-        5,
-        f"__init__ {_FRONT} export data recipes",
-        "torch lightning jsonargparse rich matplotlib tokenizers transformers",
+    "kernels": _unit(0, "", "torch"),
+    "data": _unit(0, "", "torch lightning datasets tokenizers numpy rich"),
+    "config": _unit(1, "topology"),  # derives d and m
+    "comm": _unit(1, "topology", "torch numpy"),
+    "nn": _unit(1, "kernels", "torch"),
+    "compat": _unit(2, "kernels nn", "torch"),
+    "recipes": _unit(2, "nn data", "torch lightning torchmetrics transformers"),
+    "random_streams": _unit(2, "comm", "torch numpy"),
+    "data_parallel": _unit(2, "comm kernels", "torch"),
+    "pipeline": _unit(2, "comm schedule", "torch"),
+    "tensor_parallel": _unit(3, "comm kernels random_streams", "torch numpy"),
+    "deferred_init": _unit(3, "pipeline random_streams", "torch"),
+    "recompute": _unit(3, "random_streams", "torch numpy"),
+    "loaders": _unit(3, "comm random_streams", "torch lightning rich"),
+    "precision": _unit(3, "data_parallel", "torch lightning"),
+    "layout": _unit(4, "config pipeline recompute schedule tensor_parallel topology", "torch"),
+    "checkpoint": _unit(4, "comm tensor_parallel", "torch lightning safetensors transformers xxhash"),
+    "engine": _unit(
+        4,
+        "comm config data_parallel deferred_init kernels pipeline random_streams recompute schedule tensor_parallel",
+        "torch numpy",
     ),
-    "__main__": _unit(6, "cli"),
-    "__init__": _unit(4, _FRONT, "lightning"),  # what users import; the rest imports from where a name is defined
+    "callbacks": _unit(5, "checkpoint comm engine loaders random_streams topology", "torch lightning numpy"),
+    "steps": _unit(6, "callbacks comm engine recompute topology", "torch lightning torchmetrics"),
+    "preflight": _unit(6, "callbacks comm config kernels layout topology", "torch lightning torchmetrics"),
+    "check": _unit(
+        7,
+        "callbacks comm config engine kernels layout schedule steps tensor_parallel topology",
+        "torch lightning numpy",
+    ),
+    "strategy": _unit(
+        7,
+        "callbacks checkpoint comm config data_parallel deferred_init engine kernels layout loaders precision "
+        "preflight random_streams schedule steps topology",
+        "torch lightning",
+    ),
+    "__init__": _unit(8, "check precision strategy"),  # what users import; the rest imports where a name is defined
+    "cli": _unit(
+        9,
+        "__init__ check checkpoint config data kernels layout recipes schedule strategy",
+        "torch lightning jsonargparse rich tokenizers transformers",
+    ),
+    "__main__": _unit(10, "cli"),
 }
-
-# The units of layer 4 are one front end and may use each other.
-SIDEWAYS_LAYERS = {4}
 
 # Where environment variables are read.
 ENVIRONMENT_READERS = {
     "kernels/build.py": "variables may steer a build",
-    "loaders.py": "Lightning's own switch for seeding workers, which it would read with the wrong rank",
+    "loaders/replicas.py": "Lightning's own switch for seeding workers, which it would read with the wrong rank",
     "cli": "variables may steer what a terminal shows",
-    "cli.py": "the same",
 }
 
 GROUP_MAKERS = {"new_group", "new_subgroups", "new_subgroups_by_enumeration", "split_group", "init_device_mesh"}
@@ -277,7 +251,7 @@ def environment_steers_no_run(source: Source) -> Iterator[str]:
 
 def only_the_command_line_prints(source: Source) -> Iterator[str]:
     """Only what talks to a terminal calls print."""
-    if source.is_in("cli", "cli.py", "__main__.py", "planner/__main__.py"):
+    if source.is_in("cli", "__main__.py"):
         return
     for node in source.nodes:
         if isinstance(node, ast.Call) and _dotted(node.func) == "print":

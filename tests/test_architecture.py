@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.architecture import SIDEWAYS_LAYERS, UNITS, violations
+from tests.architecture import UNITS, violations
 
 CHECKOUT = Path(__file__).parent.parent
 SOURCES = sorted([*CHECKOUT.glob("lightning_ptdp/**/*.py"), *CHECKOUT.glob("recipes/**/*.py")])
@@ -27,26 +27,22 @@ def test_everything_else_that_is_source_is_ascii():
 
 @pytest.mark.parametrize("name", UNITS)
 def test_table_lists_lower_layers_only(name):
-    unit = UNITS[name]
-    for other in unit.ours:
-        layer = UNITS[other.partition(".")[0]].layer
-        is_single_module = "." in other
-        assert layer < unit.layer or is_single_module or layer in SIDEWAYS_LAYERS & {unit.layer}, other
+    for other in UNITS[name].ours:
+        assert UNITS[other.partition(".")[0]].layer < UNITS[name].layer, other
 
 
 BROKEN = {
     "unit without a layer": ("magic.py", "", "1: unit 'magic' is in no layer"),
     "torch in a pure unit": ("schedule/check.py", "import torch", "1: schedule (layer 0) may import packages none"),
-    "upward import": ("comm/p2p.py", "from lightning_ptdp.engine import Engine", "not lightning_ptdp.engine.Engine"),
+    "upward import": (
+        "comm/p2p.py",
+        "from lightning_ptdp.engine.engine import Engine",
+        "not lightning_ptdp.engine.engine.Engine",
+    ),
     "sideways import": ("data_parallel/clip.py", "import lightning_ptdp.pipeline.stage", "not lightning_ptdp.pipeline"),
     "relative import": ("nn/linear.py", "from ..comm import groups", "not lightning_ptdp.comm.groups"),
-    "import in a function": ("nn/a.py", "def f():\n    import lightning", "2: nn (layer 2) may import packages torch,"),
-    "import of a unit by name": ("planner/cost.py", "from lightning_ptdp import kernels", "not lightning_ptdp.kernels"),
-    "sibling of a listed module": (
-        "recompute.py",
-        "from lightning_ptdp.tensor_parallel.linear import f",
-        "not lightning_ptdp.tensor_parallel.linear.f",
-    ),
+    "import in a function": ("nn/a.py", "def f():\n    import lightning", "2: nn (layer 1) may import packages torch,"),
+    "import of a unit by name": ("comm/p2p.py", "from lightning_ptdp import kernels", "not lightning_ptdp.kernels"),
     "root from inside": ("nn/a.py", "from lightning_ptdp import PTDPStrategy", "not lightning_ptdp.PTDPStrategy"),
     "strategy in a recipe": ("recipes/gpt/module.py", "from lightning_ptdp.strategy import PTDPStrategy", "nn of ours"),
     "dataset package in a recipe": (
@@ -54,24 +50,56 @@ BROKEN = {
         "import datasets",
         "packages lightning, torch, torchmetrics, transformers, not datasets",
     ),
-    "group made elsewhere": ("engine.py", "import torch.distributed as dist\ndist.new_group([0])", "2: process groups"),
+    "group made elsewhere": (
+        "layout.py",
+        "import torch.distributed as dist\ndist.new_group([0])",
+        "2: process groups",
+    ),
     "mesh made elsewhere": (
         "checkpoint/store.py",
         "from torch.distributed.device_mesh import init_device_mesh",
         "take torch.distributed.device_mesh.init_device_mesh from Groups",
     ),
-    "collective by alias": ("engine.py", "from torch import distributed as d\nd.all_reduce(x)", "2: collectives are"),
-    "collective by full name": ("engine.py", "import torch\ntorch.distributed.isend(x, 1)", "2: collectives are"),
-    "collective by itself": ("engine.py", "from torch.distributed import broadcast as b\nb(x)", "2: collectives are"),
-    "functional collective": ("engine.py", "import torch.distributed.nn", "torch.distributed.nn a function there"),
-    "DTensor in compute": ("engine.py", "from torch.distributed.tensor import DTensor", "1: DTensor and DCP are for"),
-    "DCP in compute": ("engine.py", "import torch.distributed.checkpoint as dcp", "1: DTensor and DCP are for"),
-    "variable read": ("engine.py", "import os\nx = os.environ['A']", "2: no environment variable changes what runs"),
-    "variable read by get": ("engine.py", "from os import environ\nenviron.get('A')", "so os.environ is not read"),
-    "variable read by getenv": ("engine.py", "import os\nos.getenv('A')", "so os.getenv is not read"),
-    "print in the library": ("engine.py", "def f():\n    print(1)", "2: a library logs"),
+    "collective by alias": (
+        "layout.py",
+        "from torch import distributed as d\nd.all_reduce(x)",
+        "2: collectives are",
+    ),
+    "collective by full name": (
+        "layout.py",
+        "import torch\ntorch.distributed.isend(x, 1)",
+        "2: collectives are",
+    ),
+    "collective by itself": (
+        "layout.py",
+        "from torch.distributed import broadcast as b\nb(x)",
+        "2: collectives are",
+    ),
+    "functional collective": (
+        "layout.py",
+        "import torch.distributed.nn",
+        "torch.distributed.nn a function there",
+    ),
+    "DTensor in compute": (
+        "layout.py",
+        "from torch.distributed.tensor import DTensor",
+        "1: DTensor and DCP are for",
+    ),
+    "DCP in compute": ("layout.py", "import torch.distributed.checkpoint as dcp", "1: DTensor and DCP are for"),
+    "variable read": (
+        "layout.py",
+        "import os\nx = os.environ['A']",
+        "2: no environment variable changes what runs",
+    ),
+    "variable read by get": (
+        "layout.py",
+        "from os import environ\nenviron.get('A')",
+        "so os.environ is not read",
+    ),
+    "variable read by getenv": ("layout.py", "import os\nos.getenv('A')", "so os.getenv is not read"),
+    "print in the library": ("layout.py", "def f():\n    print(1)", "2: a library logs"),
     "apex by name": ("compat/apex.py", "from apex.optimizers import FusedAdam", "1: apex on PyPI is not NVIDIA's"),
-    "letter that looks like another": ("engine.py", "\n# caf\u00e9", "2: source is ASCII; found U+00E9"),
+    "letter that looks like another": ("layout.py", "\n# caf\u00e9", "2: source is ASCII; found U+00E9"),
 }
 
 
@@ -84,8 +112,8 @@ def test_rule_catches(path, text, finding):
 SOUND = {
     "standard library": ("schedule/check.py", "import os.path\nfrom collections.abc import Iterator"),
     "own unit": ("schedule/check.py", "from .action import Op\nfrom lightning_ptdp.schedule import draw"),
-    "lower layer": ("engine.py", "from lightning_ptdp import batch\nimport lightning_ptdp.pipeline.runtime"),
-    "listed module": ("recompute.py", "from lightning_ptdp.tensor_parallel.random import fork"),
+    "lower layer": ("layout.py", "from lightning_ptdp import config\nimport lightning_ptdp.pipeline.runtime"),
+    "module at the top": ("recompute/plan.py", "from lightning_ptdp.random_streams import fork"),
     "front end": ("strategy.py", "import lightning.pytorch as pl\nfrom .precision import PTDPPrecision"),
     "recipe": (
         "recipes/gpt/module.py",
@@ -94,12 +122,12 @@ SOUND = {
     "group in its place": ("comm/groups.py", "import torch.distributed as dist\ndist.new_group([0])"),
     "collective in its place": ("comm/collectives.py", "import torch.distributed as dist\ndist.all_reduce(x)"),
     "method of the same name": ("strategy.py", "strategy.broadcast(x)\nself.all_gather(x)"),
-    "type of a group": ("engine.py", "from torch.distributed import ProcessGroup"),
+    "type of a group": ("layout.py", "from torch.distributed import ProcessGroup"),
     "DTensor in its place": ("checkpoint/store.py", "from torch.distributed.tensor import DTensor"),
     "variable set for others": ("data/tokenise.py", "import os\nos.environ['A'] = '1'\ndel os.environ['A']"),
     "variable read for a build": ("kernels/build.py", "import os\nos.environ.get('MAX_JOBS')"),
     "print on a terminal": ("cli/main.py", "print(1)"),
-    "escape of a letter": ("engine.py", "x = '\\u00e9'"),
+    "escape of a letter": ("layout.py", "x = '\\u00e9'"),
 }
 
 

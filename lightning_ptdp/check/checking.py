@@ -11,13 +11,13 @@ import lightning.pytorch as pl
 import torch
 from torch import nn
 
-from lightning_ptdp.batch import num_samples
 from lightning_ptdp.check.compare import Comparison, compare
 from lightning_ptdp.check.copies import Original
 from lightning_ptdp.check.reasons import Trial, explain, explain_error
 from lightning_ptdp.check.report import ParameterReport, Report
 from lightning_ptdp.check.runs import SplitRun, WholeRun, run_split, run_whole
 from lightning_ptdp.config import Auto, ParallelConfig
+from lightning_ptdp.engine.microbatches import num_samples
 from lightning_ptdp.layout import Layout, Wishes, describe, lay_out, layout_of
 from lightning_ptdp.schedule import SCHEDULES
 from lightning_ptdp.topology import Topology

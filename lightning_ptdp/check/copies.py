@@ -12,8 +12,8 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor
 
-from lightning_ptdp.batch import map_tensors
 from lightning_ptdp.check.dropout import without_recurrent_dropout
+from lightning_ptdp.engine.microbatches import map_tensors
 
 CPU = torch.device("cpu")
 

@@ -12,18 +12,18 @@ import torch
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
 
-from lightning_ptdp.batch import num_samples, shares
+from lightning_ptdp.callbacks.loop_progress import LoopProgress
 from lightning_ptdp.check.copies import CPU, Original
 from lightning_ptdp.check.dropout import NoDropout
 from lightning_ptdp.check.trace import Trace, random_state, same_random_state
 from lightning_ptdp.comm.groups import Groups
 from lightning_ptdp.comm.in_process import InProcessWorld
 from lightning_ptdp.config import ParallelConfig
-from lightning_ptdp.engine import Engine, loss_in
-from lightning_ptdp.exchange import Exchange
+from lightning_ptdp.engine.engine import Engine, loss_in
+from lightning_ptdp.engine.microbatches import num_samples, shares
 from lightning_ptdp.layout import Layout
-from lightning_ptdp.progress import LoopProgress
-from lightning_ptdp.steps import Steps
+from lightning_ptdp.steps.exchange import Exchange
+from lightning_ptdp.steps.steps import Steps
 from lightning_ptdp.topology import Coordinate
 
 Gradients = Mapping[str, Tensor | None]

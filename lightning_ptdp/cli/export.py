@@ -13,10 +13,10 @@ from rich.progress import track
 from tokenizers import Tokenizer
 from torch import nn
 
+from lightning_ptdp.checkpoint.export import Tensors, check_transformers, read_safely, to_file, to_hugging_face
 from lightning_ptdp.checkpoint.reading import read_rest
 from lightning_ptdp.data import TextDataModule
 from lightning_ptdp.data.tokenizer import END_OF_TEXT
-from lightning_ptdp.export import Tensors, check_transformers, read_safely, to_file, to_hugging_face
 
 from .main import COMMANDS, with_underscores
 from .terminal import say

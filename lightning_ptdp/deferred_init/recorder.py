@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_ptdp.deferred_init.log import Log, Operation, Region, Setting
-from lightning_ptdp.tensor_parallel.random import mix
+from lightning_ptdp.random_streams import mix
 
 LIMIT_BYTES = 64 << 20  # of values that come from elsewhere, which every rank must hold whole
 

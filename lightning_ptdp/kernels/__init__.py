@@ -1,10 +1,10 @@
 """Fused operations: compiled kernels where the machine has them, plain PyTorch of the same meaning elsewhere."""
 
 from lightning_ptdp.kernels.activation import bias_gelu, swiglu
+from lightning_ptdp.kernels.cross_entropy import cross_entropy
 from lightning_ptdp.kernels.dropout_add import bias_dropout_add
 from lightning_ptdp.kernels.library import Library, is_compiled, load, references
 from lightning_ptdp.kernels.multi_tensor import (
-    AdamStep,
     accumulate_weight_gradient,
     adam_,
     count_,
@@ -13,6 +13,7 @@ from lightning_ptdp.kernels.multi_tensor import (
     sum_of_squares,
 )
 from lightning_ptdp.kernels.norm import layer_norm, rms_norm
+from lightning_ptdp.kernels.reference import AdamStep
 from lightning_ptdp.kernels.rotary import rotary_embedding
 from lightning_ptdp.kernels.softmax import scaled_causal_softmax, scaled_masked_softmax, scaled_softmax
 
@@ -26,6 +27,7 @@ __all__ = [
     "swiglu",
     "bias_dropout_add",
     "rotary_embedding",
+    "cross_entropy",
     "AdamStep",
     "adam_",
     "count_",

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_ptdp.kernels import reference
-from lightning_ptdp.kernels.library import Op, is_compiled
+from lightning_ptdp.kernels.library import OPERATIONS, Op, contiguous_like, is_compiled
 
 
 def bias_gelu(x: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -58,17 +58,15 @@ def _swiglu_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
     return dgate, dup
 
 
-def _like(x: Tensor) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
 def _fake_gelu_backward(grad: Tensor, x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    return _like(x), x.new_empty((0 if bias is None else x.shape[-1],), dtype=torch.float32)
+    return contiguous_like(x), x.new_empty((0 if bias is None else x.shape[-1],), dtype=torch.float32)
 
 
-OPS = (
-    Op("bias_gelu", lambda x, bias: _like(x), _save_gelu, _gelu_backward),
-    Op("bias_gelu_backward", _fake_gelu_backward),
-    Op("swiglu", lambda gate, up: _like(gate), _save_swiglu, _swiglu_backward),
-    Op("swiglu_backward", lambda grad, gate, up: (_like(gate), _like(up))),
+OPERATIONS.extend(
+    (
+        Op("bias_gelu", lambda x, bias: contiguous_like(x), _save_gelu, _gelu_backward),
+        Op("bias_gelu_backward", _fake_gelu_backward),
+        Op("swiglu", lambda gate, up: contiguous_like(gate), _save_swiglu, _swiglu_backward),
+        Op("swiglu_backward", lambda grad, gate, up: (contiguous_like(gate), contiguous_like(up))),
+    )
 )

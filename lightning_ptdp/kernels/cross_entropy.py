@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 from lightning_ptdp.kernels import reference
-from lightning_ptdp.kernels.library import Op, is_compiled
+from lightning_ptdp.kernels.library import OPERATIONS, Op, contiguous_like, is_compiled
 
 Combine = Callable[[Tensor], Tensor]
 
@@ -171,10 +171,4 @@ def _fake_stats(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return peak, sum_exp, sum_shifted
 
 
-def _fake_gradient(
-    logits: Tensor, target: Tensor, normalizer: Tensor, scale: Tensor, uniform: float, hit: float
-) -> Tensor:
-    return torch.empty_like(logits, memory_format=torch.contiguous_format)
-
-
-OPS = (Op("cross_entropy_stats", _fake_stats), Op("cross_entropy_gradient", _fake_gradient))
+OPERATIONS.extend((Op("cross_entropy_stats", _fake_stats), Op("cross_entropy_gradient", contiguous_like)))

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 from lightning_ptdp.kernels import reference
-from lightning_ptdp.kernels.library import Op, is_compiled
+from lightning_ptdp.kernels.library import OPERATIONS, Op, contiguous_like, is_compiled
 
 
 def bias_dropout_add(
@@ -63,15 +63,13 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, Tensor, No
     return dx, dbias if ctx.has_bias else None, grad, None, None
 
 
-def _like(x: Tensor) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
 def _fake_backward(grad: Tensor, seed: Tensor, p: float, has_bias: bool) -> tuple[Tensor, Tensor]:
-    return _like(grad), grad.new_empty((grad.shape[-1] if has_bias else 0,), dtype=torch.float32)
+    return contiguous_like(grad), grad.new_empty((grad.shape[-1] if has_bias else 0,), dtype=torch.float32)
 
 
-OPS = (
-    Op("dropout_add", lambda x, bias, residual, seed, p: _like(x), _save, _backward),
-    Op("dropout_add_backward", _fake_backward),
+OPERATIONS.extend(
+    (
+        Op("dropout_add", lambda x, bias, residual, seed, p: contiguous_like(x), _save, _backward),
+        Op("dropout_add_backward", _fake_backward),
+    )
 )

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from lightning_ptdp.kernels import build
 
@@ -63,6 +64,15 @@ class Op:
         )
 
 
+OPERATIONS: list[Op] = []
+"""All operations of the library; each file of kernels adds its own as it is imported."""
+
+
+def contiguous_like(x: Tensor, *others: object) -> Tensor:
+    """A result of x's shape and dtype, contiguous; others: arguments that do not change it."""
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
 @cache
 def load() -> Library:
     """Load the library: that of the wheel, else one from the cache, else build it.
@@ -75,8 +85,6 @@ def load() -> Library:
     except (build.BuildError, OSError, RuntimeError) as error:
         log.debug("kernels: none compiled: %s", error)
         return Library(None, str(error))
-    from lightning_ptdp.kernels.operations import OPERATIONS
-
     for operation in OPERATIONS:
         operation.register()
     has_cuda: bool = torch.ops.ptdp.has_cuda()

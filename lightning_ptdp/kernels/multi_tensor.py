@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from itertools import chain
 from operator import attrgetter
 
@@ -11,27 +10,10 @@ import torch
 from torch import Tensor
 
 from lightning_ptdp.kernels import reference
-from lightning_ptdp.kernels.library import Op, is_compiled
+from lightning_ptdp.kernels.library import OPERATIONS, Op, is_compiled
+from lightning_ptdp.kernels.reference import AdamStep
 
 CHUNK = 65536  # elements; kChunk of csrc/api.h
-
-
-@dataclass(frozen=True)
-class AdamStep:
-    """The numbers of one step of Adam.
-
-    step: counts from 1. decoupled: weight decay as AdamW has it; else it's added to the gradient. grad_scale: what the
-    gradients are multiplied by.
-    """
-
-    lr: float
-    betas: tuple[float, float]
-    eps: float
-    weight_decay: float
-    step: int
-    decoupled: bool = True
-    corrects_bias: bool = True
-    grad_scale: float = 1.0
 
 
 def adam_(
@@ -192,12 +174,14 @@ def _dtypes(*lists: Iterable[Tensor]) -> set[torch.dtype]:
     return set(map(attrgetter("dtype"), chain(*lists)))
 
 
-OPS = (
-    Op("count_", lambda counters: torch.empty(len(counters), dtype=torch.float64), has_gradient=False),
-    Op("adam_", lambda *args: torch.zeros((), dtype=torch.bool), has_gradient=False),
-    Op("scale_", lambda *args: None, has_gradient=False),
-    Op(
-        "squares",
-        lambda tensors: tensors[0].new_empty(sum(-(-t.numel() // CHUNK) for t in tensors), dtype=torch.float64),
-    ),
+OPERATIONS.extend(
+    (
+        Op("count_", lambda counters: torch.empty(len(counters), dtype=torch.float64), has_gradient=False),
+        Op("adam_", lambda *args: torch.zeros((), dtype=torch.bool), has_gradient=False),
+        Op("scale_", lambda *args: None, has_gradient=False),
+        Op(
+            "squares",
+            lambda tensors: tensors[0].new_empty(sum(-(-t.numel() // CHUNK) for t in tensors), dtype=torch.float64),
+        ),
+    )
 )

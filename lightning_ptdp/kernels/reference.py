@@ -6,16 +6,31 @@ They run where no kernel is compiled, for float64 everywhere, and for float16 on
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-if TYPE_CHECKING:
-    from lightning_ptdp.kernels.multi_tensor import AdamStep
-
 _CHUNK_BYTES = 1 << 24
+
+
+@dataclass(frozen=True)
+class AdamStep:
+    """The numbers of one step of Adam.
+
+    step: counts from 1. decoupled: weight decay as AdamW has it; else it's added to the gradient. grad_scale: what the
+    gradients are multiplied by.
+    """
+
+    lr: float
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+    step: int
+    decoupled: bool = True
+    corrects_bias: bool = True
+    grad_scale: float = 1.0
 
 
 def _wide(x: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_ptdp.kernels import reference
-from lightning_ptdp.kernels.library import Op, is_compiled
+from lightning_ptdp.kernels.library import OPERATIONS, Op, contiguous_like, is_compiled
 
 
 def rotary_embedding(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -47,8 +47,4 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
     return torch.ops.ptdp.rotary(grad, *ctx.saved_tensors, not ctx.inverse), None, None, None
 
 
-def _fake(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
-OPS = (Op("rotary", _fake, _save, _backward),)
+OPERATIONS.extend((Op("rotary", contiguous_like, _save, _backward),))

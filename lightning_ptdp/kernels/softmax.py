@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_ptdp.kernels import reference
-from lightning_ptdp.kernels.library import Op, is_compiled
+from lightning_ptdp.kernels.library import OPERATIONS, Op, contiguous_like, is_compiled
 
 
 def scaled_softmax(x: Tensor, scale: float = 1.0) -> Tensor:
@@ -58,11 +58,9 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
     return torch.ops.ptdp.softmax_backward(grad, y, ctx.scale, ctx.causal), None, None, None
 
 
-def _contiguous(x: Tensor, *others: Any) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
-OPS = (
-    Op("softmax", _contiguous, _save, _backward),
-    Op("softmax_backward", _contiguous),
+OPERATIONS.extend(
+    (
+        Op("softmax", contiguous_like, _save, _backward),
+        Op("softmax_backward", contiguous_like),
+    )
 )

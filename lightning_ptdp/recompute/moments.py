@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from lightning_ptdp.tensor_parallel.random import generators
+from lightning_ptdp.random_streams import generators
 
 _running = threading.local()
 _CONTAINERS = (list, dict, set, deque)

@@ -25,7 +25,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_ptdp.tensor_parallel.random import generators
+from lightning_ptdp.random_streams import generators
 
 _PRODUCTS = (torch.ops.aten.bmm.default, torch.ops.aten.baddbmm.default)
 

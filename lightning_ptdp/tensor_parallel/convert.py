@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from lightning_ptdp.random_streams import SplitRegion
 from lightning_ptdp.tensor_parallel import forwards, sequence
 from lightning_ptdp.tensor_parallel.forwards import Forward
 from lightning_ptdp.tensor_parallel.peers import Peers
 from lightning_ptdp.tensor_parallel.placement import Placement, is_transposed, rotary_width
-from lightning_ptdp.tensor_parallel.random import SplitRegion
 
 _PEERS = "_ptdp_peers"
 

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from lightning_ptdp.comm.collectives import copy_to, gather_from, gathered_to
+from lightning_ptdp.random_streams import SplitRegion
 from lightning_ptdp.tensor_parallel.gathered import Joined
-from lightning_ptdp.tensor_parallel.random import SplitRegion
 
 
 @dataclass

@@ -10,7 +10,7 @@ from torch import nn
 from lightning_ptdp.comm.in_process import InProcessWorld
 from lightning_ptdp.config import ParallelConfig
 from lightning_ptdp.deferred_init import DeferredInit
-from lightning_ptdp.engine import Engine
+from lightning_ptdp.engine.engine import Engine
 from lightning_ptdp.layout import Wishes, lay_out
 from tests.spmd import run_spmd
 

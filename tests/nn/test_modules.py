@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import lightning_ptdp.nn as pnn
-from lightning_ptdp.loss_weight import TargetCounter, weigh
+from lightning_ptdp.engine.loss_weight import TargetCounter, weigh
 
 PAIRS = {
     "LayerNorm": (pnn.LayerNorm(6), nn.LayerNorm(6)),

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
-from lightning_ptdp.loss_weight import TargetCounter, weigh
+from lightning_ptdp.engine.loss_weight import TargetCounter, weigh
 from lightning_ptdp.tensor_parallel import logits as logits_module
 from lightning_ptdp.tensor_parallel.logits import SplitLogits, join_all
 from lightning_ptdp.tensor_parallel.shard import Shard

@@ -21,7 +21,7 @@ from lightning.pytorch.callbacks import (
 from torch import Tensor, nn, optim
 
 import lightning_ptdp
-from lightning_ptdp import inventory
+from lightning_ptdp.preflight import inventory
 from tests.models import GPT
 from tests.trainer.test_layouts import PLAN
 

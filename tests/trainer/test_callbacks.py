@@ -54,9 +54,9 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_ptdp.checkpoint.reading import read_checkpoint
-from lightning_ptdp.holdings import holdings
 from lightning_ptdp.layout import Layout
 from lightning_ptdp.pipeline.partition import partition
+from lightning_ptdp.preflight.holdings import holdings
 from lightning_ptdp.tensor_parallel.placement import place
 from lightning_ptdp.topology import Topology
 from tests.docs.pages import CHECKOUT
@@ -547,7 +547,7 @@ def measure(sizes):
     logged = {}
     monitor = ThroughputMonitor(lambda batch: len(batch["ids"]), lambda batch: batch["ids"].numel(), window_size=2)
     with (
-        patch("lightning_ptdp.callbacks.get_available_flops", lambda device, dtype: 100),
+        patch("lightning_ptdp.callbacks.users.get_available_flops", lambda device, dtype: 100),
         patch.object(CSVLogger, "log_metrics", lambda self, metrics, step=None: logged.update(metrics)),
     ):
         trainer = quiet_trainer(

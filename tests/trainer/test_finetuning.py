@@ -14,8 +14,8 @@ from lightning.pytorch.callbacks import (
 )
 from torch import nn
 
+from benchmarks.traffic import Traffic
 from lightning_ptdp import PTDPStrategy
-from lightning_ptdp.comm.traffic import Traffic
 from tests.hygiene import seed_everything
 from tests.models import GPT, texts
 from tests.oracle import ReplicaBatches, quiet_trainer, whole_state

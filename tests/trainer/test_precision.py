@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_ptdp import PTDPPrecision, PTDPStrategy
-from lightning_ptdp.precision import MAX_SKIPPED
+from lightning_ptdp.precision.plugin import MAX_SKIPPED
 from tests.hygiene import seed_everything
 from tests.kept import Kept
 from tests.models import GPT, texts

@@ -354,7 +354,7 @@ def test_the_rest_of_an_epoch_is_dealt_out_again_and_again(tmp_path):
 
 
 def what_is_said(path):
-    with patch("lightning_ptdp.resuming.rank_zero_info") as said:
+    with patch("lightning_ptdp.callbacks.resuming.rank_zero_info") as said:
         train(LAYOUTS["one"], "shuffled", resume=path, max_steps=5)
     return [call.args[0] for call in said.call_args_list]
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.traffic import Traffic
 from lightning_ptdp import PTDPStrategy
-from lightning_ptdp.comm.traffic import Traffic
 from tests.models import GPT, points, texts
 from tests.oracle import ReplicaBatches, assert_same, join, parallel, quiet_trainer, serial, train
 from tests.spmd import run_spmd

@@ -11,8 +11,8 @@ from lightning.pytorch.callbacks import (
     WeightAveraging,
 )
 
+from lightning_ptdp.callbacks.resuming import KEY
 from lightning_ptdp.checkpoint.reading import read_checkpoint
-from lightning_ptdp.resuming import KEY
 from tests.hygiene import seed_everything
 from tests.models import ValidatedGPT, texts
 from tests.oracle import ReplicaBatches, quiet_trainer, whole_state

@@ -1,0 +1,1 @@
+"""Callbacks of our own, and what users' callbacks need."""

@@ -1,0 +1,122 @@
+"""What a run needs besides its model to go on as if nothing had stopped: random generators, the loaders' places."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+
+from lightning_ptdp.comm.collectives import gather_objects_to
+from lightning_ptdp.comm.groups import Groups
+from lightning_ptdp.loaders.replicas import EvenLoader, leaves
+from lightning_ptdp.loaders.resumable import Position, ResumableLoader
+from lightning_ptdp.random_streams import generators, random_state, set_random_state
+
+KEY = "lightning_ptdp"
+"""Of a checkpoint, under which this lies."""
+
+
+class Resuming(Callback):
+    """Saves a run's random generators and loaders' places, and goes back to them; the same calls on every rank."""
+
+    def __init__(self, trainer: pl.Trainer, groups: Groups, device: torch.device, layout: Mapping[str, int]) -> None:
+        """layout: the sizes, by name."""
+        self._trainer, self._groups, self._device, self._layout = trainer, groups, device, dict(layout)
+        self.is_set_up = False
+        self._random: dict[str, Any] | None = None
+        self._positions: list[Position] = []
+        self._reloads: int | None = None
+
+    # -- saving ----------------------------------------------------------------------------------------------------
+
+    def state(self, seed: int) -> dict[str, Any]:
+        """What goes into a checkpoint, whole on global rank 0. seed: of the named random streams."""
+        progress, window = self._trainer.fit_loop.epoch_loop.batch_progress, self._trainer.accumulate_grad_batches
+        trained, is_over = progress.current.ready, progress.is_last_batch
+        if trained % window and not is_over:
+            rank_zero_warn(
+                f"this checkpoint is saved {trained % window} batches into a window of accumulate_grad_batches="
+                f"{window}; their gradients are not saved, so a run resumed from it differs in one step; save when "
+                "global_step has moved, as ModelCheckpoint does"
+            )
+        places = [loader.position(trained, is_over=is_over) for loader in self._loaders()]
+        mine = {"random": random_state(self._device), "loaders": places}
+        everyone = gather_objects_to(mine, 0, self._groups.world) or [mine]
+        different: dict[bytes, int] = {}
+        ranks = [different.setdefault(pickle.dumps(one), len(different)) for one in everyone]
+        states = [pickle.loads(text) for text in different]  # what was just pickled
+        return {"seed": seed, "layout": self._layout, "ranks": ranks, "states": states}
+
+    # -- going on --------------------------------------------------------------------------------------------------
+
+    def take(self, saved: Mapping[str, Any] | None, seed: int) -> int:
+        """Keep what a checkpoint holds until it is needed; returns the seed of its named streams.
+
+        saved: None where the checkpoint was written without this package. seed: to go on with then.
+        """
+        if saved is None:
+            return seed
+        ranks, states = saved["ranks"], saved["states"]
+        is_same = saved["layout"] == self._layout
+        mine = states[ranks[self._groups.world.rank()] if is_same else 0]
+        self._positions = list(mine["loaders"])
+        if (is_same or len(states) == 1) and len(mine["random"]["torch"]) == len(generators(self._device)):
+            self._random = mine["random"]
+        else:
+            rank_zero_info(
+                f"the generators of torch, NumPy and Python start afresh under {self._layout}: in the checkpoint, "
+                f"saved under {saved['layout']}, each rank has its own; dropout's seed and the loaders' places go on"
+            )
+        for loader in self._loaders():  # made by configure_optimizers, which asked for a length
+            self._place(loader)
+            if loader.is_of_other_length:
+                rank_zero_warn(
+                    "configure_optimizers asked for the number of batches before the checkpoint was loaded; the epoch "
+                    "that is resumed under another global batch has another number, and ends after "
+                    f"{loader.usual_length} at the latest"
+                )
+        return int(saved["seed"])
+
+    def resumable(self, loader: object, warn: Callable[[str], None]) -> ResumableLoader:
+        """A training loader that starts where the checkpoint left it."""
+        ready = ResumableLoader(
+            loader,
+            num_replicas=self._groups.topology.data_parallel_size,
+            restore=self.restore if self._trainer.ckpt_path or not self.is_set_up else None,
+            shows=self._trainer.is_global_zero and self._trainer.progress_bar_callback is not None,
+            warn=warn,
+        )
+        self._place(ready)
+        return ready
+
+    def restore(self) -> None:
+        """Put the generators where they stood, once."""
+        if self._random is not None:
+            set_random_state(self._random, self._device)
+            self._random = None
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Let Lightning count batches anew after an epoch whose rest was dealt to another number of replicas."""
+        if any(loader.is_of_other_length for loader in self._loaders()):
+            options: Any = trainer  # where Lightning's connector sets it
+            self._reloads, options.reload_dataloaders_every_n_epochs = options.reload_dataloaders_every_n_epochs, 1
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Undo that; Lightning has counted."""
+        if self._reloads is not None:
+            options: Any = trainer
+            options.reload_dataloaders_every_n_epochs, self._reloads = self._reloads, None
+
+    def _place(self, loader: ResumableLoader) -> None:
+        if self._positions:
+            loader.resume(self._positions.pop(0))
+
+    def _loaders(self) -> list[ResumableLoader]:
+        found = leaves(self._trainer.train_dataloader)
+        inner = [loader.loader if isinstance(loader, EvenLoader) else loader for loader in found]
+        return [loader for loader in inner if isinstance(loader, ResumableLoader)]

@@ -1,0 +1,1 @@
+"""What the strategy does to a user's loaders."""

@@ -1,0 +1,24 @@
+"""Predictions of all replicas, where `Trainer.predict` returns them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from lightning_ptdp.comm.collectives import gather_objects_to
+from lightning_ptdp.comm.groups import Groups
+from lightning_ptdp.loaders.replicas import is_shared
+from lightning_ptdp.loaders.sampler import interleave
+
+
+def join_predictions(predictions: Sequence[list[Any]], loaders: Sequence[object], groups: Groups) -> None:
+    """Let the lists of replica 0 hold what all replicas predicted, in the order in which one process would.
+
+    predictions: of each loader, one a batch. Those of loaders that the strategy did not split stay as they are, and so
+    do the lists of other replicas.
+    """
+    first = groups.topology.data_ranks(groups.at)[0]
+    for mine, loader in zip(predictions, loaders, strict=True):
+        shares = gather_objects_to(mine, first, groups.data) if is_shared(loader) else None
+        if shares is not None:
+            mine[:] = interleave(shares)

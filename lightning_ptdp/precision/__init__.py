@@ -1,0 +1,1 @@
+"""Precisions that see every rank: loss scale, clipping, main weights."""

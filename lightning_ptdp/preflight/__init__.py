@@ -1,0 +1,1 @@
+"""What is agreed on, or refused, before anything starts."""
