@@ -7,15 +7,27 @@ of processes. Faults are collected, never raised one by one: a user sees every w
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+import signal
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from datetime import timedelta
+from typing import Any, Literal
 
 from lightning_ptdp.topology import Topology
 
 Auto = Literal["auto"]
 
 RECOMPUTE = ("none", "full", "selective")
+_PLACES = ("first", "last", "shared")
+_FLAGS = (
+    "sequence_parallel",
+    "scatter_gather",
+    "distributed_optimizer",
+    "save_distributed_checkpoint",
+    "async_checkpoint",
+    "detect_nonfinite",
+)
 
 
 def divisors(number: int) -> list[int]:
@@ -25,22 +37,10 @@ def divisors(number: int) -> list[int]:
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
-    """Sizes, schedule and memory settings, as `PTDPStrategy` takes them.
+    """Every setting of `PTDPStrategy`, whose docstring tells what each means, but those of all Lightning strategies.
 
-    tensor_parallel_size: ranks that share each matrix (t).
-    pipeline_parallel_size: ranks that share the layers (p).
-    data_parallel_size: replicas of the model (d).
-    virtual_pipeline_size: chunks of layers a pipeline rank holds (v).
-    micro_batch_size: samples a microbatch (b); "auto" is the largest that gives at least 4p microbatches.
-    eval_micro_batch_size: samples a microbatch in evaluation; None runs each batch whole.
-    schedule: "auto", or a name of `lightning_ptdp.schedule.SCHEDULES`.
-    scatter_gather: whether tensor peers send what they hold alike in parts.
-    pipeline_split: blocks a stage, in stage order, p * v numbers; None balances by cost.
-    init: "plain" builds the whole module on every host, "by_operation" only what a rank owns of it.
-    recompute: what backward runs again: "none", "full" for whole blocks, "selective" for attention scores.
-    recompute_every: blocks of which "full" keeps one input.
-    recompute_layers: blocks a stage that recompute, its first ones: one number, or p * v in stage order; None for all.
-    recompute_modules: name patterns of modules in the blocks that "selective" runs again, instead of finding scores.
+    Sizes may be "auto": `resolve` fills them in for a number of processes. Nothing is checked on construction; `faults`
+    lists what is wrong.
     """
 
     tensor_parallel_size: int | Auto = "auto"
@@ -50,14 +50,38 @@ class ParallelConfig:
     micro_batch_size: int | Auto = "auto"
     eval_micro_batch_size: int | None = None
     schedule: str = "auto"
-    sequence_parallel: bool = False
-    scatter_gather: bool = True
-    pipeline_split: Sequence[int] | None = None
-    init: str = "plain"
     recompute: str = "none"
     recompute_every: int = 1
     recompute_layers: int | Sequence[int] | None = None
     recompute_modules: Sequence[str] = ()
+    sequence_parallel: bool = False
+    scatter_gather: bool = True
+    distributed_optimizer: bool = False
+    tensor_parallel_plan: Mapping[str, str] | None = None
+    pipeline_blocks: str | None = None
+    pipeline_split: Sequence[int] | None = None
+    first: Sequence[str] = ()
+    last: Sequence[str] = ()
+    shared: Sequence[str] = ()
+    init: str = "plain"
+    save_distributed_checkpoint: bool = True
+    async_checkpoint: bool = False
+    detect_nonfinite: bool = False
+    save_on_signal: bool | Sequence[int] = False
+    process_group_backend: str | None = None
+    timeout: timedelta = timedelta(minutes=30)
+
+    @classmethod
+    def among(cls, values: Mapping[str, Any]) -> ParallelConfig:
+        """The configuration that is among other named values, which are passed over."""
+        return cls(**{setting.name: values[setting.name] for setting in fields(cls)})
+
+    @property
+    def signals(self) -> tuple[int, ...]:
+        """The signals on which all ranks save; `save_on_signal=True` is SIGTERM alone."""
+        if isinstance(self.save_on_signal, bool):
+            return (signal.SIGTERM,) if self.save_on_signal else ()
+        return tuple(self.save_on_signal) if isinstance(self.save_on_signal, list | tuple) else ()
 
     def faults(self, schedules: Sequence[str]) -> list[str]:
         """Every setting that is wrong whatever the number of processes, a sentence each."""
@@ -68,10 +92,12 @@ class ParallelConfig:
         found += _count_fault("eval_micro_batch_size", self.eval_micro_batch_size, allowed=None)
         found += _choice_fault("schedule", self.schedule, ("auto", *schedules))
         found += _choice_fault("init", self.init, ("plain", "by_operation"))
-        found += _flag_fault("sequence_parallel", self.sequence_parallel)
-        found += _flag_fault("scatter_gather", self.scatter_gather)
+        for name in _FLAGS:
+            found += _flag_fault(name, getattr(self, name))
+        found += self._signal_faults()
         found += self.split_faults()
         found += self.recompute_faults()
+        found += self.module_faults()
         if found:
             return found
         if self.virtual_pipeline_size > 1 and self.pipeline_parallel_size == 1:
@@ -90,6 +116,46 @@ class ParallelConfig:
                 "has one; leave it off"
             )
         return found
+
+    def module_faults(self) -> list[str]:
+        """What is wrong with the names of modules and with the plan by themselves, a sentence each."""
+        found = []
+        if self.tensor_parallel_plan is not None and not _is_plan(self.tensor_parallel_plan):
+            found.append(
+                "tensor_parallel_plan must be a dict of name patterns to styles, such as "
+                f'{{"layers.*.up": "colwise"}}; got {self.tensor_parallel_plan!r}'
+            )
+        blocks: object = self.pipeline_blocks
+        if not isinstance(blocks, str | None):
+            found.append(f"pipeline_blocks must be the name of a list of modules, a str; got {blocks!r}")
+        named = {place: getattr(self, place) for place in _PLACES}
+        for place, names in named.items():
+            if not _are_names(names):
+                found.append(f"{place} must be a list of names of modules; got {names!r}; use {place}=['...']")
+        counts = Counter(name for names in named.values() if _are_names(names) for name in dict.fromkeys(names))
+        twice = sorted(name for name, count in counts.items() if count > 1)
+        if twice:
+            found.append(f"first, last and shared each name a module once; {twice} are in two; keep one of them")
+        return found
+
+    def without_module_faults(self) -> ParallelConfig:
+        """The same, with None or nothing where a name of a module or the plan is of the wrong kind."""
+        return replace(
+            self,
+            tensor_parallel_plan=self.tensor_parallel_plan if _is_plan(self.tensor_parallel_plan) else None,
+            pipeline_blocks=self.pipeline_blocks if isinstance(self.pipeline_blocks, str) else None,
+            first=self.first if _are_names(self.first) else (),
+            last=self.last if _are_names(self.last) else (),
+            shared=self.shared if _are_names(self.shared) else (),
+        )
+
+    def _signal_faults(self) -> list[str]:
+        """Signals that no process can take."""
+        if not isinstance(self.save_on_signal, bool | list | tuple):
+            return [f"save_on_signal must be True, False or a list of signals; got {self.save_on_signal!r}"]
+        possible = signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}
+        strange = [number for number in self.signals if number not in possible]
+        return [f"save_on_signal must name signals that a process can handle, got {strange}"] if strange else []
 
     def split_faults(self) -> list[str]:
         """What is wrong with `pipeline_split` by itself, a sentence each."""
@@ -237,6 +303,14 @@ def _choice_fault(name: str, value: object, choices: Sequence[str]) -> list[str]
 
 def _flag_fault(name: str, value: object) -> list[str]:
     return [] if isinstance(value, bool) else [f"{name} must be True or False; got {value!r}"]
+
+
+def _is_plan(value: object) -> bool:
+    return isinstance(value, Mapping) and all(isinstance(part, str) for pair in value.items() for part in pair)
+
+
+def _are_names(value: object) -> bool:
+    return isinstance(value, list | tuple) and all(isinstance(name, str) for name in value)
 
 
 def _multiples(step: int, near: int) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -26,60 +25,6 @@ STATE_BYTES = 16  # a parameter: float32 weight and gradient, two moments of Ada
 STATE_SHARE = 0.6  # of a device's memory; the rest is for activations
 
 _ATTRIBUTE = "_ptdp_layout"
-
-
-@dataclass(frozen=True)
-class Wishes:
-    """What a user said about the module, besides sizes."""
-
-    plan: Mapping[str, str] | None = None
-    blocks: str | None = None
-    first: Sequence[str] = ()
-    last: Sequence[str] = ()
-    shared: Sequence[str] = ()
-
-    def faults(self) -> list[str]:
-        """Every wish that is of the wrong kind, a sentence each."""
-        found = []
-        if self.plan is not None and not _is_plan(self.plan):
-            found.append(
-                "tensor_parallel_plan must be a dict of name patterns to styles, such as "
-                f'{{"layers.*.up": "colwise"}}; got {self.plan!r}'
-            )
-        blocks: object = self.blocks
-        if not isinstance(blocks, str | None):
-            found.append(f"pipeline_blocks must be the name of a list of modules, a str; got {blocks!r}")
-        for name in ("first", "last", "shared"):
-            value = getattr(self, name)
-            if not _are_names(value):
-                found.append(f"{name} must be a list of names of modules; got {value!r}; use {name}=['...']")
-        places = {name: place for place in ("first", "last", "shared") for name in self._names(place)}
-        twice = {name for place in ("first", "last", "shared") for name in self._names(place) if places[name] != place}
-        if twice:
-            found.append(
-                f"first, last and shared each name a module once; {sorted(twice)} are in two; keep one of them"
-            )
-        return found
-
-    def sound(self) -> Wishes:
-        """Without what is of the wrong kind."""
-        return Wishes(
-            self.plan if _is_plan(self.plan) else None,
-            self.blocks if isinstance(self.blocks, str) else None,
-            *(self._names(place) for place in ("first", "last", "shared")),
-        )
-
-    def _names(self, place: str) -> Sequence[str]:
-        value: Sequence[str] = getattr(self, place)
-        return value if _are_names(value) else ()
-
-
-def _is_plan(value: object) -> bool:
-    return isinstance(value, Mapping) and all(isinstance(part, str) for pair in value.items() for part in pair)
-
-
-def _are_names(value: object) -> bool:
-    return isinstance(value, list | tuple) and all(isinstance(name, str) for name in value)
 
 
 @dataclass(frozen=True)
@@ -124,10 +69,10 @@ def describe(layout: Layout, config: ParallelConfig) -> str:
     return f"{sizes}; blocks of {cut.blocks!r} in each stage: {blocks}; schedule {schedule}"
 
 
-def lay_out(module: nn.Module, config: ParallelConfig, topology: Topology, wishes: Wishes) -> tuple[Layout, list[str]]:
+def lay_out(module: nn.Module, config: ParallelConfig, topology: Topology) -> tuple[Layout, list[str]]:
     """The layout of a whole module, and what is wrong with it, a sentence each.
 
-    A module that was set up before keeps its layout, and a wish for another is a fault.
+    A module that was set up before keeps its layout, and asking for another is a fault.
     """
     chunks = config.virtual_pipeline_size if isinstance(config.virtual_pipeline_size, int) else 1
     stages = topology.pipeline_parallel_size * max(1, chunks)
@@ -139,7 +84,7 @@ def lay_out(module: nn.Module, config: ParallelConfig, topology: Topology, wishe
             and known.num_stages == stages
         )
         faults = [] if same else [_was_split(known, topology, stages)]
-        recompute, more = _recomputation(module, config, known.partition, wishes) if same else (None, [])
+        recompute, more = _recomputation(module, config, known.partition) if same else (None, [])
         return Layout(topology, stages, known.partition, known.placement, recompute), faults + more
     lazy = [name for name, parameter in module.named_parameters() if is_lazy(parameter)]
     if lazy:
@@ -147,25 +92,21 @@ def lay_out(module: nn.Module, config: ParallelConfig, topology: Topology, wishe
             f"parameters {lazy[:4]} ({len(lazy)} in all) have no shape yet, and so no place; give the "
             "layers their input sizes, or run the module once on a sample in __init__ or configure_model"
         ]
-    wishes = wishes.sound()
-    cut, faults = _partition(module, config, stages, wishes)
+    config = config.without_module_faults()
+    cut, faults = _partition(module, config, stages)
     if cut is not None:
         faults += _side_outputs(module)
-    placement, more = _placement(
-        module, topology.tensor_parallel_size, wishes, splits_sequence=config.sequence_parallel
-    )
-    recompute, worse = _recomputation(module, config, cut, wishes) if cut is not None or stages == 1 else (None, [])
+    placement, more = _placement(module, topology.tensor_parallel_size, config)
+    recompute, worse = _recomputation(module, config, cut) if cut is not None or stages == 1 else (None, [])
     return Layout(topology, stages, cut, placement, recompute), faults + more + worse
 
 
-def _recomputation(
-    module: nn.Module, config: ParallelConfig, cut: Partition | None, wishes: Wishes
-) -> tuple[Plan | None, list[str]]:
+def _recomputation(module: nn.Module, config: ParallelConfig, cut: Partition | None) -> tuple[Plan | None, list[str]]:
     """What recomputes; faults of the configuration itself are told elsewhere. cut: None where one stage holds all."""
     if config.recompute == "none" or config.recompute_faults():
         return None, []
     try:
-        stages = _blocks_of_stages(module, config, cut, wishes)
+        stages = _blocks_of_stages(module, config, cut)
         found = plan_recomputation(
             module,
             stages,
@@ -179,14 +120,12 @@ def _recomputation(
     return found, []
 
 
-def _blocks_of_stages(
-    module: nn.Module, config: ParallelConfig, cut: Partition | None, wishes: Wishes
-) -> list[list[str]]:
+def _blocks_of_stages(module: nn.Module, config: ParallelConfig, cut: Partition | None) -> list[list[str]]:
     if cut is not None:
         names = [f"{cut.blocks}.{name}" for name in cut.block_names]
         return [names[low:high] for low, high in pairwise(cut.bounds)]
     try:
-        path = find_blocks(module, wishes.blocks)
+        path = find_blocks(module, config.pipeline_blocks)
     except ValueError as error:
         raise ValueError(
             f"recompute={config.recompute!r} runs a list of blocks again, and none was found; put the layers into an "
@@ -204,20 +143,18 @@ def _was_split(known: Layout, topology: Topology, stages: int) -> str:
     )
 
 
-def _partition(
-    module: nn.Module, config: ParallelConfig, stages: int, wishes: Wishes
-) -> tuple[Partition | None, list[str]]:
+def _partition(module: nn.Module, config: ParallelConfig, stages: int) -> tuple[Partition | None, list[str]]:
     if stages == 1:
         return None, []
     try:
         found = partition(
             module,
             stages,
-            blocks=wishes.blocks,
+            blocks=config.pipeline_blocks,
             split=None if config.split_faults() else config.pipeline_split,
-            first=wishes.first,
-            last=wishes.last,
-            shared=wishes.shared,
+            first=config.first,
+            last=config.last,
+            shared=config.shared,
         )
     except ValueError as error:
         return None, [str(error)]
@@ -234,12 +171,11 @@ def _side_outputs(module: nn.Module) -> list[str]:
     ][:1]
 
 
-def _placement(
-    module: nn.Module, size: int, wishes: Wishes, *, splits_sequence: bool = False
-) -> tuple[Placement, list[str]]:
+def _placement(module: nn.Module, size: int, config: ParallelConfig) -> tuple[Placement, list[str]]:
     if size == 1:
         return Placement(), []
-    plan = dict(wishes.plan) if wishes.plan is not None else find_plan(module)
+    given = config.tensor_parallel_plan
+    plan = dict(given) if given is not None else find_plan(module)
     if not plan:
         return Placement(), [
             f"tensor_parallel_size={size} needs a plan that says how to split the layers, and the module "
@@ -247,14 +183,14 @@ def _placement(
             "correct it (colwise into a split region, rowwise out of it), and pass it as tensor_parallel_plan= to the "
             "strategy; or use tensor_parallel_size=1"
         ]
-    faults = check_plan(module, plan, is_given=wishes.plan is not None)
+    faults = check_plan(module, plan, is_given=given is not None)
     if faults:
         return Placement(), faults
     placement, faults = place(module, plan, size)
     faults += check_heads(module, placement, size)
-    if splits_sequence and not faults:
+    if config.sequence_parallel and not faults:
         try:
-            placement = with_sequence(module, placement, find_blocks(module, wishes.blocks))
+            placement = with_sequence(module, placement, find_blocks(module, config.pipeline_blocks))
         except ValueError as error:
             faults.append(str(error))
     return placement, faults
@@ -267,7 +203,6 @@ def _kinds(module: nn.Module) -> str:
 def choose_model_parallel(
     module: nn.Module,
     config: ParallelConfig,
-    wishes: Wishes,
     *,
     world_size: int,
     devices_per_node: int,
@@ -284,13 +219,13 @@ def choose_model_parallel(
     tensor = (
         [config.tensor_parallel_size]
         if config.tensor_parallel_size != "auto"
-        else [t for t in divisors(devices_per_node) if t == 1 or not _placement(module, t, wishes)[1]]
+        else [t for t in divisors(devices_per_node) if t == 1 or not _placement(module, t, config)[1]]
     )
     pipeline = (
         [config.pipeline_parallel_size]
         if config.pipeline_parallel_size != "auto"
         else [
-            p for p in divisors(world_size) if p == 1 or p * config.virtual_pipeline_size <= _num_blocks(module, wishes)
+            p for p in divisors(world_size) if p == 1 or p * config.virtual_pipeline_size <= _num_blocks(module, config)
         ]
     )
     pairs = [(t, p) for t in tensor for p in pipeline if world_size % (t * p) == 0]
@@ -303,9 +238,9 @@ def choose_model_parallel(
     return max(pairs, key=lambda pair: (pair[0] * pair[1], pair[0]))
 
 
-def _num_blocks(module: nn.Module, wishes: Wishes) -> int:
+def _num_blocks(module: nn.Module, config: ParallelConfig) -> int:
     try:
-        return sum(1 for _ in module.get_submodule(find_blocks(module, wishes.blocks)).children())
+        return sum(1 for _ in module.get_submodule(find_blocks(module, config.pipeline_blocks)).children())
     except ValueError:
         return 1
 

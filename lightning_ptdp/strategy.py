@@ -31,17 +31,15 @@ from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lightning_ptdp.callbacks.averages import refused_averages, split_averages
+from lightning_ptdp.callbacks.averages import split_averages
 from lightning_ptdp.callbacks.loop_progress import LoopProgress
 from lightning_ptdp.callbacks.resuming import KEY, Resuming
 from lightning_ptdp.callbacks.stage_state import StageState
-from lightning_ptdp.callbacks.stop_together import StopTogether, refused_signals, signals_of
+from lightning_ptdp.callbacks.stop_together import StopTogether
 from lightning_ptdp.callbacks.summaries import pin_summaries
 from lightning_ptdp.callbacks.users import (
     callbacks_of,
     count_replicas,
-    refused_callbacks,
-    refused_in_background,
     release,
     show_whole_model,
     tell_restored,
@@ -62,10 +60,7 @@ from lightning_ptdp.engine.parameter_groups import WholeGroups
 from lightning_ptdp.kernels.status import in_a_line
 from lightning_ptdp.layout import (
     Layout,
-    Wishes,
-    choose_model_parallel,
     describe,
-    lay_out,
     layout_of,
     memory_of,
     remember,
@@ -74,19 +69,13 @@ from lightning_ptdp.loaders import replicas
 from lightning_ptdp.loaders.predictions import join_predictions
 from lightning_ptdp.precision.held_rates import hold
 from lightning_ptdp.precision.plugin import PTDPPrecision
-from lightning_ptdp.preflight import inventory
-from lightning_ptdp.preflight.compare import compare
 from lightning_ptdp.preflight.holdings import holdings, table
 from lightning_ptdp.preflight.refusals import (
     batch_norm_warning,
-    foreign_parameters,
-    refused_manual_optimization,
-    refused_modules,
-    refused_optimizers,
 )
+from lightning_ptdp.preflight.settle import Asked, Machine, Sizes, settle_layout, settle_optimizers, settle_sizes
 from lightning_ptdp.preflight.weights import agree_on_weights
 from lightning_ptdp.random_streams import mix, share_random_state
-from lightning_ptdp.schedule import SCHEDULES
 from lightning_ptdp.steps.exchange import Exchange
 from lightning_ptdp.steps.log_calls import ALREADY_SYNCED
 from lightning_ptdp.steps.metrics import connect_metrics
@@ -185,6 +174,7 @@ class PTDPStrategy(ParallelStrategy):
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
     ) -> None:
+        self.config = ParallelConfig.among(locals())
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -192,40 +182,17 @@ class PTDPStrategy(ParallelStrategy):
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
         )
-        self.config = ParallelConfig(
-            tensor_parallel_size=tensor_parallel_size,
-            pipeline_parallel_size=pipeline_parallel_size,
-            data_parallel_size=data_parallel_size,
-            virtual_pipeline_size=virtual_pipeline_size,
-            micro_batch_size=micro_batch_size,
-            eval_micro_batch_size=eval_micro_batch_size,
-            schedule=schedule,
-            sequence_parallel=sequence_parallel,
-            scatter_gather=scatter_gather,
-            pipeline_split=pipeline_split,
-            init=init,
-            recompute=recompute,
-            recompute_every=recompute_every,
-            recompute_layers=recompute_layers,
-            recompute_modules=recompute_modules,
-        )
-        self._wishes = Wishes(tensor_parallel_plan, pipeline_blocks, first, last, shared)
         self.num_nodes = 1
-        self._save_distributed_checkpoint, self._async_checkpoint = save_distributed_checkpoint, async_checkpoint
-        self._distributed_optimizer, self._detect_nonfinite = distributed_optimizer, detect_nonfinite
         self._store: Store | None = None
         self._background_world: ProcessGroup | None = None
-        self._backend, self._timeout = process_group_backend, timeout
-        self._faults: list[str] = []
         self._deferred: DeferredInit | None = None
-        self._topology: Topology | None = None
+        self._sizes: Sizes | None = None
         self._groups: Groups | None = None
         self._engine: Engine | None = None
         self._exchange: Exchange | None = None
         self._steps: Steps | None = None
         self._board: FailureBoard | None = None
-        self._signals = signals_of(save_on_signal)
-        self._progress, self._stop_together = LoopProgress(), StopTogether(self._signals)
+        self._progress, self._stop_together = LoopProgress(), StopTogether(self.config.signals)
         self._predicts = False
         self._parameter_groups = WholeGroups()
         self._resuming: Resuming | None = None
@@ -247,11 +214,6 @@ class PTDPStrategy(ParallelStrategy):
     def num_processes(self) -> int:
         """Processes on this node."""
         return len(self.parallel_devices) if self.parallel_devices is not None else 0
-
-    @property
-    def wishes(self) -> Wishes:
-        """What the arguments said about the module, besides sizes."""
-        return self._wishes
 
     @property
     def groups(self) -> Groups:
@@ -326,50 +288,27 @@ class PTDPStrategy(ParallelStrategy):
         if self.config.init == "by_operation" and layout_of(self._module) is None:
             self._deferred = DeferredInit(self._module, self._agreed_seed())
 
-    def _settle_sizes(self, *, is_built: bool) -> None:
-        """Choose what was left to "auto", compare with the other ranks, and make the groups.
-
-        Faults are kept for `setup`, which raises them with those of the module. is_built: whether the module is.
-        """
-        faults = [*self.config.faults(SCHEDULES), *self._wishes.faults()]
-        faults += refused_signals(self._signals)
-        if self._async_checkpoint:
-            has_own_io = type(self.checkpoint_io) is not TorchCheckpointIO
-            faults += refused_in_background(
-                callbacks_of(self._module.trainer), saves_files=has_own_io or not self._save_distributed_checkpoint
-            )
-        is_fixed = "auto" not in (self.config.tensor_parallel_size, self.config.pipeline_parallel_size)
-        topology = None
-        if faults or is_fixed or is_built:
-            choice = () if faults else (self._choice(),)
-            topology, more = self.config.resolve(self.world_size, *choice)
-            faults += [fault for fault in more if fault not in faults]
-        sections = [
-            inventory.versions(),
-            inventory.arguments(
-                self.config,
-                self._wishes,
-                distributed_optimizer=self._distributed_optimizer,
-                save_distributed_checkpoint=self._save_distributed_checkpoint,
-                async_checkpoint=self._async_checkpoint,
-                save_on_signal=self._signals,
-                detect_nonfinite=self._detect_nonfinite,
-                process_group_backend=self._backend,
-                timeout=self._timeout,
-                device=self.root_device.type,
-                devices_per_node=self.num_processes,
-            ),
-            inventory.sizes(topology),
-            inventory.trainer_settings(self._module.trainer),
-        ]
-        found = compare(sections, faults, world())
-        self._faults, self._topology = found.faults, topology
-        if not found.are_alike:  # hooks that run before `setup` may meet in collectives, and would wait for ever
+    def _settle_sizes(self, *, is_built: bool) -> Sizes:
+        """Agree on sizes, and make the groups. is_built: whether the module is."""
+        module, device = self._module, self.root_device
+        machine = Machine(world(), device.type, self.num_processes, memory_of(device, self.num_processes))
+        sizes = settle_sizes(module.trainer, module, self._asked(), machine, is_built=is_built)
+        if not sizes.findings.are_alike:  # hooks before `setup` may meet in collectives, and would wait for ever
             if is_built:
-                self._check(self._module.trainer, self._module)
-            found.refuse()
-        if topology is not None and not self._faults:
-            self._make_groups(topology)
+                settle_layout(module.trainer, module, self._asked(), sizes, self._deferred, world())
+            sizes.findings.refuse()
+        if sizes.topology is not None and not sizes.findings.faults:
+            self._make_groups(sizes.topology)
+        self._sizes = sizes
+        return sizes
+
+    def _asked(self) -> Asked:
+        return Asked(self.config, self._has_own_io, self.precision.has_main_weights)
+
+    @property
+    def _has_own_io(self) -> bool:
+        """Whether the user gave a plug-in that writes checkpoints."""
+        return type(self.checkpoint_io) is not TorchCheckpointIO
 
     def _make_groups(self, topology: Topology) -> None:
         if self._groups is not None and self._groups.topology == topology:
@@ -380,23 +319,11 @@ class PTDPStrategy(ParallelStrategy):
         host = self.cluster_environment.main_address
         self._board = FailureBoard(topology, self.global_rank, host, self._groups.world)
 
-    def _choice(self) -> tuple[int, int]:
-        known = layout_of(self._module)
-        if known is not None:
-            return known.topology.tensor_parallel_size, known.topology.pipeline_parallel_size
-        return choose_model_parallel(
-            self._module,
-            self.config,
-            self._wishes,
-            world_size=self.world_size,
-            devices_per_node=self.num_processes,
-            device_bytes=memory_of(self.root_device, self.num_processes),
-        )
-
     def _join_world(self) -> None:
         assert self.cluster_environment is not None, "set by the connector"
-        backend = self._backend or ("cpu:gloo,cuda:nccl" if self.root_device.type == "cuda" else "gloo")
-        if self.root_device.type == "cuda" and "gloo" not in backend:
+        is_cuda = self.root_device.type == "cuda"
+        backend = self.config.process_group_backend or ("cpu:gloo,cuda:nccl" if is_cuda else "gloo")
+        if is_cuda and "gloo" not in backend:
             backend = f"cpu:gloo,cuda:{backend}"  # small control messages stay on the host
         environment = self.cluster_environment
         join_world(
@@ -405,7 +332,7 @@ class PTDPStrategy(ParallelStrategy):
             port=environment.main_port,
             rank=self.global_rank,
             world_size=self.world_size,
-            timeout=self._timeout,
+            timeout=self.config.timeout,
         )
 
     # -- set-up ------------------------------------------------------------------------------------------------------
@@ -416,7 +343,7 @@ class PTDPStrategy(ParallelStrategy):
         module, fits = self._module, trainer.state.fn == TrainerFn.FITTING
         self._predicts = trainer.state.fn == TrainerFn.PREDICTING
         self.accelerator.setup(trainer)
-        layout = self._check(trainer, module)
+        layout = self._settle_layout(trainer)
         if self._board is not None:
             self._board.__enter__()
         is_whole = layout_of(module) is None
@@ -477,27 +404,12 @@ class PTDPStrategy(ParallelStrategy):
         if topology.replica_size > 1:
             self._loading = split_averages(callbacks, self._module, self._state_of_module(), self.groups)
 
-    def _check(self, trainer: pl.Trainer, module: pl.LightningModule) -> Layout:
+    def _settle_layout(self, trainer: pl.Trainer) -> Layout:
         """The layout of the module; raises on every rank with all that is wrong, before the first collective on it."""
-        if self._topology is None and not self._faults:  # alike on all ranks
-            self._settle_sizes(is_built=True)
-        topology = self._topology or self.config.resolve(self.world_size)[0]
-        faults = [*self._faults, *refused_callbacks(callbacks_of(trainer), module, topology)]
-        faults += refused_modules(module, topology, trains=trainer.state.fn == TrainerFn.FITTING)
-        faults += refused_manual_optimization(
-            module, shards=self._distributed_optimizer, has_main_weights=self.precision.has_main_weights
-        )
-        faults += refused_averages(
-            callbacks_of(trainer), shards=self._distributed_optimizer, has_main_weights=self.precision.has_main_weights
-        )
-        if self._deferred is not None:
-            faults += self._deferred.faults(module)
-        layout, more = lay_out(module, self.config, topology, self._wishes)
-        sections = [inventory.module_contents(module, None if self._deferred is None else self._deferred.digest)]
-        if not self._faults:
-            sections += [inventory.layout_of_ranks(layout), inventory.tensor_parallel_plan(layout)]
-        compare(sections, faults + more, world()).refuse()
-        return layout
+        sizes = self._sizes
+        if sizes is None or (sizes.topology is None and not sizes.findings.faults):  # alike on all ranks
+            sizes = self._settle_sizes(is_built=True)
+        return settle_layout(trainer, self._module, self._asked(), sizes, self._deferred, world())
 
     def _agreed_seed(self) -> int:
         seed: int = collectives.broadcast_object(torch.initial_seed(), 0, world())
@@ -512,7 +424,14 @@ class PTDPStrategy(ParallelStrategy):
         module, skeleton = self._module, self.engine.skeleton
         with self.engine.whole():
             super().setup_optimizers(trainer)
-            self._check_optimizers(module)
+            settle_optimizers(
+                module,
+                self.optimizers,
+                self.lr_scheduler_configs,
+                self.groups.topology,
+                self.groups.world,
+                shards=self.config.distributed_optimizer,
+            )
         self._parameter_groups = WholeGroups(frozenset() if skeleton is None else skeleton.hollow.parameters)
         self._parameter_groups.hide(self.optimizers)
         if self.precision.loss_scale is not None:
@@ -523,17 +442,6 @@ class PTDPStrategy(ParallelStrategy):
             self._bind()
         else:
             self.engine.bind_manual(module)
-
-    def _check_optimizers(self, module: pl.LightningModule) -> None:
-        """Raise on every rank where ranks have other optimizers, or optimizers cannot be split."""
-        names = {parameter: name for name, parameter in reversed(list(module.named_parameters()))}
-        held = [
-            [[names.get(p, "") for p in g["params"]] for g in optimizer.param_groups] for optimizer in self.optimizers
-        ]
-        faults = foreign_parameters(module, self.optimizers)
-        faults += refused_optimizers(self.optimizers, self.groups.topology, shards=self._distributed_optimizer)
-        section = inventory.optimization(self.optimizers, held, self.lr_scheduler_configs)
-        compare([section], faults, world()).refuse()
 
     @contextmanager
     def whole_model(self) -> Iterator[None]:
@@ -573,7 +481,7 @@ class PTDPStrategy(ParallelStrategy):
 
     def _bind(self) -> None:
         """Let the optimizers step main weights, and the engine collect gradients for them."""
-        self.engine.bind(self._module, self._trained(), shards=self._distributed_optimizer)
+        self.engine.bind(self._module, self._trained(), shards=self.config.distributed_optimizer)
         assert self.engine.mains is not None, "bound"
         for optimizer in self.optimizers:
             self.engine.mains.install(optimizer)
@@ -653,7 +561,7 @@ class PTDPStrategy(ParallelStrategy):
             return output
         is_first = loop.batch_idx % accumulate == 0
         self.engine.agree(self._follow_what_trains(is_first))
-        watches = self._detect_nonfinite if self.precision.loss_scale is None else self.precision.is_in_trouble
+        watches = self.config.detect_nonfinite if self.precision.loss_scale is None else self.precision.is_in_trouble
         if watches:
             self.engine.watch_gradients(module)
         output = self.steps.train(
@@ -826,7 +734,7 @@ class PTDPStrategy(ParallelStrategy):
 
     def _for_saves_in_background(self) -> ProcessGroup | None:
         """The group of saves that training does not wait for; None where nobody would wait for them later."""
-        if not self._async_checkpoint or self._module.trainer.state.status != TrainerStatus.RUNNING:
+        if not self.config.async_checkpoint or self._module.trainer.state.status != TrainerStatus.RUNNING:
             return None
         if self._background_world is None:
             self._background_world = world_copy()
@@ -887,15 +795,14 @@ class PTDPStrategy(ParallelStrategy):
         if "optimizer_states" in checkpoint:
             checkpoint[KEY] = self.resuming.state(self.engine.streams.seed)
         contents = contents_of(checkpoint, self._local_state(), self.groups)
-        has_own_io = type(self.checkpoint_io) is not TorchCheckpointIO
-        if self._save_distributed_checkpoint and not has_own_io:
+        if self.config.save_distributed_checkpoint and not self._has_own_io:
             if "://" in path:
                 raise ValueError(
                     f"a checkpoint folder is written to a mounted file system, got {path}; mount it, or use "
                     "save_distributed_checkpoint=False"
                 )
             self.store.save_folder(Path(path), contents, self._for_saves_in_background())
-        elif has_own_io or "://" in path:
+        elif self._has_own_io or "://" in path:
             self.store.save_file(Path(path), contents, lambda whole: self.checkpoint_io.save_checkpoint(whole, path))
         else:
             self.store.save_file(Path(path), contents)
@@ -915,7 +822,6 @@ class PTDPStrategy(ParallelStrategy):
                 "optimizer_states": [self.optimizer_state(optimizer) for optimizer in self.optimizers],
                 "lr_schedulers": [],
             }
-        has_own_io = type(self.checkpoint_io) is not TorchCheckpointIO
         for folder in cut_off(Path(path).parent):
             rank_zero_warn(f"{folder} was passed over: its writing was cut off; {path} is loaded")
         loaded = self.store.load(
@@ -924,7 +830,7 @@ class PTDPStrategy(ParallelStrategy):
             self._held_state(),
             len(self.optimizers),
             (lambda: self.checkpoint_io.load_checkpoint(path, weights_only=weights_only))
-            if has_own_io or "://" in path
+            if self._has_own_io or "://" in path
             else None,
             weights_only=weights_only,
         )

@@ -57,7 +57,11 @@ UNITS: dict[str, Unit] = {
     ),
     "callbacks": _unit(5, "checkpoint comm engine loaders random_streams topology", "torch lightning numpy"),
     "steps": _unit(6, "callbacks comm engine recompute topology", "torch lightning torchmetrics"),
-    "preflight": _unit(6, "callbacks comm config kernels layout topology", "torch lightning torchmetrics"),
+    "preflight": _unit(
+        6,
+        "callbacks comm config deferred_init kernels layout schedule topology",
+        "torch lightning torchmetrics",
+    ),
     "check": _unit(
         7,
         "callbacks comm config engine kernels layout schedule steps tensor_parallel topology",
@@ -66,10 +70,12 @@ UNITS: dict[str, Unit] = {
     "strategy": _unit(
         7,
         "callbacks checkpoint comm config data_parallel deferred_init engine kernels layout loaders precision "
-        "preflight random_streams schedule steps topology",
+        "preflight random_streams steps topology",
         "torch lightning",
     ),
-    "__init__": _unit(8, "check precision strategy"),  # what users import; the rest imports where a name is defined
+    "__init__": _unit(
+        8, "check config precision strategy"
+    ),  # what users import; the rest imports where a name is defined
     "cli": _unit(
         9,
         "__init__ check checkpoint config data kernels layout recipes schedule strategy",

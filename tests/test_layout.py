@@ -3,7 +3,7 @@
 import torch
 
 from lightning_ptdp.config import ParallelConfig
-from lightning_ptdp.layout import Wishes, choose_model_parallel, lay_out, layout_of, memory_of, remember
+from lightning_ptdp.layout import choose_model_parallel, lay_out, layout_of, memory_of, remember
 from lightning_ptdp.topology import Topology
 from tests.models import GPT, PairNet
 from tests.trainer.test_layouts import PLAN
@@ -14,12 +14,12 @@ def topology(t=1, p=1, d=1):
 
 
 def faults_of(module, *, t=1, p=1, plan=None, **config):
-    config = ParallelConfig(tensor_parallel_size=t, pipeline_parallel_size=p, **config)
-    return lay_out(module, config, topology(t, p), Wishes(plan=plan))[1]
+    config = ParallelConfig(tensor_parallel_size=t, pipeline_parallel_size=p, tensor_parallel_plan=plan, **config)
+    return lay_out(module, config, topology(t, p))[1]
 
 
 def test_one_rank_has_neither_stages_nor_shards():
-    layout, faults = lay_out(GPT(), ParallelConfig(), topology(), Wishes())
+    layout, faults = lay_out(GPT(), ParallelConfig(), topology())
     assert not faults
     assert layout.partition is None
     assert not layout.placement.shards
@@ -55,22 +55,20 @@ def test_sequence_parallelism_without_norms_is_a_fault():
 
 def test_module_keeps_the_layout_of_its_first_run():
     module = GPT()
-    layout, _ = lay_out(module, ParallelConfig(tensor_parallel_size=2), topology(t=2), Wishes(plan=PLAN))
+    layout, _ = lay_out(module, ParallelConfig(tensor_parallel_size=2, tensor_parallel_plan=PLAN), topology(t=2))
     remember(module, layout)
     assert layout_of(module) is layout
-    again, faults = lay_out(module, ParallelConfig(tensor_parallel_size=2), topology(t=2, d=2), Wishes())
+    again, faults = lay_out(module, ParallelConfig(tensor_parallel_size=2), topology(t=2, d=2))
     assert not faults
     assert again.placement is layout.placement
-    (text,) = lay_out(module, ParallelConfig(tensor_parallel_size=4), topology(t=4), Wishes(plan=PLAN))[1]
+    (text,) = lay_out(module, ParallelConfig(tensor_parallel_size=4, tensor_parallel_plan=PLAN), topology(t=4))[1]
     assert "was split for tensor_parallel_size=2 and 1 stages" in text
     assert "asks for tensor_parallel_size=4 and 1 stages: build a new module" in text
 
 
 def chosen(device_bytes, *, world_size=8, plan=PLAN, **sizes):
-    config = ParallelConfig(**{"tensor_parallel_size": "auto", "pipeline_parallel_size": "auto"} | sizes)
-    return choose_model_parallel(
-        GPT(), config, Wishes(plan=plan), world_size=world_size, devices_per_node=4, device_bytes=device_bytes
-    )
+    config = ParallelConfig(tensor_parallel_plan=plan, **sizes)
+    return choose_model_parallel(GPT(), config, world_size=world_size, devices_per_node=4, device_bytes=device_bytes)
 
 
 def test_smallest_split_that_fits_is_chosen_tensor_before_pipeline():

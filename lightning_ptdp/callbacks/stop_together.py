@@ -23,20 +23,6 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 _STOP, _SIGNAL, _SIGNAL_SAVED = 1, 2, 3  # what ranks ask for; the greatest holds
 
 
-def signals_of(save_on_signal: bool | Sequence[int]) -> tuple[int, ...]:
-    """The signals that an argument of the strategy names; True is SIGTERM."""
-    if isinstance(save_on_signal, bool):
-        return (signal.SIGTERM,) if save_on_signal else ()
-    return tuple(save_on_signal)
-
-
-def refused_signals(signals: Sequence[int]) -> list[str]:
-    """Signals that no process can take, a sentence each."""
-    possible = signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}
-    strange = [number for number in signals if number not in possible]
-    return [f"save_on_signal must name signals that a process can handle, got {strange}"] if strange else []
-
-
 class StopTogether(Callback):
     """Stops training on all ranks where a step or a callback of any rank asked for it, or a signal came to any.
 

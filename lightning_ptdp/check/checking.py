@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,35 +16,26 @@ from lightning_ptdp.check.copies import Original
 from lightning_ptdp.check.reasons import Trial, explain, explain_error
 from lightning_ptdp.check.report import ParameterReport, Report
 from lightning_ptdp.check.runs import SplitRun, WholeRun, run_split, run_whole
-from lightning_ptdp.config import Auto, ParallelConfig
+from lightning_ptdp.config import ParallelConfig
 from lightning_ptdp.engine.microbatches import num_samples
-from lightning_ptdp.layout import Layout, Wishes, describe, lay_out, layout_of
+from lightning_ptdp.layout import Layout, describe, lay_out, layout_of
 from lightning_ptdp.schedule import SCHEDULES
 from lightning_ptdp.topology import Topology
 
 _TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3}  # modules may compute in float32 inside, whatever they hold
 _COARSE = 5e-2  # of 16-bit numbers
 
+ONE_PROCESS = ParallelConfig(tensor_parallel_size=1, pipeline_parallel_size=1, data_parallel_size=1)
+
 
 def check(
     module: pl.LightningModule,
     batch: Any,
+    config: ParallelConfig | None = None,
     *,
-    tensor_parallel_size: int = 1,
-    pipeline_parallel_size: int = 1,
-    data_parallel_size: int = 1,
-    virtual_pipeline_size: int = 1,
-    micro_batch_size: int | Auto = "auto",
-    schedule: str = "auto",
-    sequence_parallel: bool = False,
-    tensor_parallel_plan: Mapping[str, str] | None = None,
-    pipeline_blocks: str | None = None,
-    pipeline_split: Sequence[int] | None = None,
-    first: Sequence[str] = (),
-    last: Sequence[str] = (),
-    shared: Sequence[str] = (),
     dtype: torch.dtype | None = torch.float64,
     tolerance: float | None = None,
+    **settings: Any,
 ) -> Report:
     """Run one training step whole and as the strategy would split it, and compare the loss and every gradient.
 
@@ -53,39 +44,28 @@ def check(
     Args:
         module: as it would be given to `Trainer.fit`.
         batch: a global one, on which the replicas share: rows of a loader's batch times `data_parallel_size`.
-        tensor_parallel_size, pipeline_parallel_size, data_parallel_size, virtual_pipeline_size, micro_batch_size,
-            schedule, sequence_parallel, tensor_parallel_plan, pipeline_blocks, pipeline_split, first, last, shared: as
-            in `PTDPStrategy`.
+        config: the layout, such as that of a strategy, `strategy.config`; None is one process.
         dtype: of floating numbers in the copies; None keeps the module's.
         tolerance: relative; None takes 1e-6 in float64, 1e-3 in float32, 5e-2 in 16 bits.
+        settings: arguments of `PTDPStrategy` by name, such as `tensor_parallel_size=2`, in place of the config's.
 
     Returns:
         a report, which prints as a table. A layout that cannot run is one too, with all of its faults.
 
     Raises:
+        TypeError: a setting is none of the strategy's.
         ValueError: the module cannot be copied.
         Exception: what the module's own step raises on the whole batch.
     """
-    config = ParallelConfig(
-        tensor_parallel_size=tensor_parallel_size,
-        pipeline_parallel_size=pipeline_parallel_size,
-        data_parallel_size=data_parallel_size,
-        virtual_pipeline_size=virtual_pipeline_size,
-        micro_batch_size=micro_batch_size,
-        schedule=schedule,
-        sequence_parallel=sequence_parallel,
-        pipeline_split=None if pipeline_split is None else tuple(pipeline_split),
-    )
-    wishes = Wishes(tensor_parallel_plan, pipeline_blocks, tuple(first), tuple(last), tuple(shared))
+    asked = replace(ONE_PROCESS if config is None else config, **settings)
     ready = Original(module, batch, dtype).after_transfer()
-    return check_layout(module, ready, config, wishes, dtype=dtype, tolerance=tolerance)
+    return check_layout(module, ready, asked, dtype=dtype, tolerance=tolerance)
 
 
 def check_layout(
     module: pl.LightningModule,
     batch: Any,
     config: ParallelConfig,
-    wishes: Wishes,
     *,
     dtype: torch.dtype | None = torch.float64,
     tolerance: float | None = None,
@@ -98,13 +78,13 @@ def check_layout(
     copied = original.make_module()
     faults = [*config.faults(SCHEDULES), *_size_faults(config)]
     topology, _ = config.resolve(0)
-    layout, more = lay_out(copied, config, topology, wishes)
+    layout, more = lay_out(copied, config, topology)
     faults += more + _faults_of(copied, batch, topology)
     if faults:
         return Report(type(module).__name__, _describe(layout, config), faults=tuple(dict.fromkeys(faults)))
     seed = torch.initial_seed()
     original, whole, notes = _run_whole(original, seed)
-    trial = Trial(original, config, topology, wishes, seed, _tolerance(whole) if tolerance is None else tolerance)
+    trial = Trial(original, config, topology, seed, _tolerance(whole) if tolerance is None else tolerance)
     return _report(trial, layout, whole, run_split(original, config, layout, seed=seed), notes)
 
 

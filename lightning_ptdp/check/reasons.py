@@ -14,7 +14,7 @@ from lightning_ptdp.check.copies import Original
 from lightning_ptdp.check.report import patterns
 from lightning_ptdp.check.runs import SplitRun, WholeRun, run_split, run_whole
 from lightning_ptdp.config import ParallelConfig, micro_batch_size
-from lightning_ptdp.layout import Wishes, lay_out
+from lightning_ptdp.layout import lay_out
 from lightning_ptdp.topology import Topology
 
 Reasons = dict[str, str]
@@ -32,7 +32,6 @@ class Trial:
     original: Original
     config: ParallelConfig
     topology: Topology
-    wishes: Wishes
     seed: int
     tolerance: float
     error: str = ""
@@ -43,9 +42,9 @@ class Trial:
             return f"the same happens with {what} alone"
         return f"with {what} alone the step fails: {split.error}"
 
-    def run(self, config: ParallelConfig, topology: Topology, wishes: Wishes, *, traces_outputs: bool) -> SplitRun:
+    def run(self, config: ParallelConfig, topology: Topology, *, traces_outputs: bool) -> SplitRun:
         """Run the split step under another layout of the same module."""
-        layout, _ = lay_out(self.original.make_module(), config, topology, wishes)
+        layout, _ = lay_out(self.original.make_module(), config, topology)
         return run_split(self.original, config, layout, seed=self.seed, traces_outputs=traces_outputs)
 
     def differing(self, whole: WholeRun, split: SplitRun) -> dict[str, Comparison]:
@@ -109,7 +108,7 @@ def _cut_batch(trial: Trial, whole: WholeRun) -> tuple[Reasons, list[str]]:
     if d == 1 and size >= whole.num_rows:
         return {}, []
     alone = replace(_unsplit(trial.config), micro_batch_size=size, data_parallel_size=d)
-    split = trial.run(alone, Topology(1, 1, d), Wishes(), traces_outputs=False)
+    split = trial.run(alone, Topology(1, 1, d), traces_outputs=False)
     if split.error is not None:
         return {}, [trial.failure("a batch cut in one process", split)]
     differing = trial.differing(whole, split)
@@ -164,7 +163,7 @@ def _tensor_peers(trial: Trial, whole: WholeRun) -> tuple[Reasons, list[str]]:
         sequence_parallel=trial.config.sequence_parallel,
         micro_batch_size=whole.num_rows,
     )
-    split = trial.run(alone, Topology(t, 1, 1), trial.wishes, traces_outputs=True)
+    split = trial.run(alone, Topology(t, 1, 1), traces_outputs=True)
     if split.error is not None:
         return {}, [
             f"{trial.failure('tensor peers', split)}; if a size there is not what it should be, a layer before gives "
@@ -241,33 +240,33 @@ def _pipeline(trial: Trial, whole: WholeRun) -> tuple[Reasons, list[str]]:
         micro_batch_size=whole.num_rows,
     )
 
-    def run(wishes: Wishes) -> SplitRun:
-        return trial.run(alone, Topology(1, p, 1), wishes, traces_outputs=False)
+    def run(config: ParallelConfig) -> SplitRun:
+        return trial.run(config, Topology(1, p, 1), traces_outputs=False)
 
-    split = run(trial.wishes)
+    split = run(alone)
     if split.error is not None:
         return {}, [trial.failure("a pipeline", split)]
     differing = trial.differing(whole, split)
     if not differing and trial.is_same_loss(whole, split):
         return {}, []
     if math.isnan(split.parts[0].loss) and not math.isnan(whole.loss):
-        reason = _why_hollow_values_are_used(trial, whole, split, run)
+        reason = _why_hollow_values_are_used(trial, whole, split, alone, run)
         return dict.fromkeys(differing, reason), [reason]
     return {name: _why_stages_differ(whole, split, name) for name in differing}, []
 
 
 def _why_hollow_values_are_used(
-    trial: Trial, whole: WholeRun, split: SplitRun, run: Callable[[Wishes], SplitRun]
+    trial: Trial, whole: WholeRun, split: SplitRun, config: ParallelConfig, run: Callable[[ParallelConfig], SplitRun]
 ) -> str:
-    cut, wishes = split.layout.partition, trial.wishes
+    cut = split.layout.partition
     assert cut is not None, "a pipeline has a partition"
     start = "a stage used the values of a module that another stage owns (NaN stands for them): "
     for name in (*cut.first, *cut.last):
         others = replace(
-            wishes,
-            first=[n for n in wishes.first if n != name],
-            last=[n for n in wishes.last if n != name],
-            shared=[*wishes.shared, name],
+            config,
+            first=[n for n in config.first if n != name],
+            last=[n for n in config.last if n != name],
+            shared=[*config.shared, name],
         )
         tried = run(others)
         if tried.error is None and trial.is_same_loss(whole, tried):

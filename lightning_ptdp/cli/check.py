@@ -10,10 +10,9 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 
-from lightning_ptdp.check.checking import check_layout
+from lightning_ptdp.check.checking import ONE_PROCESS, check_layout
 from lightning_ptdp.check.report import Report
 from lightning_ptdp.config import ParallelConfig
-from lightning_ptdp.layout import Wishes
 from lightning_ptdp.strategy import PTDPStrategy
 
 from .main import COMMANDS, with_underscores
@@ -65,16 +64,14 @@ class BatchChecked(Exception):  # noqa: N818  a success is told, too
 class CheckBatch(Callback):
     """Checks the first batch of training, and ends the run by `BatchChecked`."""
 
-    def __init__(
-        self, config: ParallelConfig, wishes: Wishes, *, dtype: torch.dtype | None, tolerance: float | None
-    ) -> None:
-        self._config, self._wishes, self._dtype, self._tolerance = config, wishes, dtype, tolerance
+    def __init__(self, config: ParallelConfig, *, dtype: torch.dtype | None, tolerance: float | None) -> None:
+        self._config, self._dtype, self._tolerance = config, dtype, tolerance
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         dtype, tolerance = self._dtype, self._tolerance
-        raise BatchChecked(check_layout(pl_module, batch, self._config, self._wishes, dtype=dtype, tolerance=tolerance))
+        raise BatchChecked(check_layout(pl_module, batch, self._config, dtype=dtype, tolerance=tolerance))
 
 
 class CheckCommand(LightningCLI):
@@ -100,24 +97,18 @@ class CheckCommand(LightningCLI):
         self.config = parser.parse_args(args)
 
     def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
-        config, wishes = self._wanted()
         dtype, tolerance = DTYPES[self.config["dtype"]], self.config["tolerance"]
-        check = CheckBatch(config, wishes, dtype=dtype, tolerance=tolerance)
+        check = CheckBatch(self._wanted(), dtype=dtype, tolerance=tolerance)
         return super().instantiate_trainer(**kwargs, **ONE_BATCH, callbacks=[check])
 
-    def _wanted(self) -> tuple[ParallelConfig, Wishes]:
+    def _wanted(self) -> ParallelConfig:
         """The layout of the configuration's strategy, and what the options change of it."""
         strategy = self.config_init["trainer"]["strategy"]
         strategy = PTDPStrategy() if strategy == "ptdp" else strategy
-        config, wishes = (
-            ParallelConfig(tensor_parallel_size=1, pipeline_parallel_size=1, data_parallel_size=1),
-            Wishes(),
-        )
-        if isinstance(strategy, PTDPStrategy):
-            config, wishes = strategy.config, strategy.wishes
+        config = strategy.config if isinstance(strategy, PTDPStrategy) else ONE_PROCESS
         given = {name: self.config[name] for name in SIZES if self.config[name] is not None}
         config = replace(config, **given)
-        return (replace(config, data_parallel_size=1) if config.data_parallel_size == "auto" else config), wishes
+        return replace(config, data_parallel_size=1) if config.data_parallel_size == "auto" else config
 
 
 def run(arguments: Sequence[str]) -> int:

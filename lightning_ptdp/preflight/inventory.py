@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 
 from lightning_ptdp.callbacks.users import callbacks_of
 from lightning_ptdp.config import ParallelConfig
-from lightning_ptdp.layout import Layout, Wishes, layout_of
+from lightning_ptdp.layout import Layout, layout_of
 from lightning_ptdp.preflight.compare import Section
 from lightning_ptdp.topology import Topology
 
@@ -64,6 +64,7 @@ _TRAINER_SETTINGS = (
     "reload_dataloaders_every_n_epochs",
     "log_every_n_steps",
 )
+VERSION = metadata.version("lightning_ptdp")  # of the installed package, as the package itself is above this one
 _PLAIN = (bool, int, float, str, type(None))
 
 
@@ -75,20 +76,19 @@ def versions() -> Section:
         "CUDA of torch": str(torch.version.cuda),
         "lightning": lightning.__version__,
         "torchmetrics": torchmetrics.__version__,
-        "lightning_ptdp": metadata.version("lightning_ptdp"),
+        "lightning_ptdp": VERSION,
     }
     return Section("versions", "all ranks must run the same versions", items, "install the same on every node")
 
 
-def arguments(config: ParallelConfig, wishes: Wishes, **others: object) -> Section:
-    """What the strategy was given. others: arguments beside the two."""
+def arguments(config: ParallelConfig, *, device: str, devices_per_node: int) -> Section:
+    """What the strategy was given, and what kind of devices it runs on."""
     given = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-    given |= {"tensor_parallel_plan": wishes.plan, "pipeline_blocks": wishes.blocks}
-    given |= {"first": wishes.first, "last": wishes.last, "shared": wishes.shared}
+    given |= {"device": device, "devices_per_node": devices_per_node}
     return Section(
         "arguments",
         "all ranks must give PTDPStrategy the same arguments",
-        {name: repr(value) for name, value in (given | others).items()},
+        {name: repr(value) for name, value in given.items()},
         "let no argument depend on the rank or the node",
     )
 

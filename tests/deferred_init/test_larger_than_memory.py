@@ -11,7 +11,7 @@ from lightning_ptdp.comm.in_process import InProcessWorld
 from lightning_ptdp.config import ParallelConfig
 from lightning_ptdp.deferred_init import DeferredInit
 from lightning_ptdp.engine.engine import Engine
-from lightning_ptdp.layout import Wishes, lay_out
+from lightning_ptdp.layout import lay_out
 from tests.spmd import run_spmd
 
 HIDDEN = 4096
@@ -64,7 +64,7 @@ def peaks_of_some_ranks():
         with deferred.recording():
             module.configure_model()
         whole = sum(p.numel() * p.element_size() for p in module.parameters())
-        layout, faults = lay_out(module, config, topology, Wishes())
+        layout, faults = lay_out(module, config, topology)
         assert not faults
         engine = Engine(config, groups, torch.device("cpu"), seed=1)
         engine.set_up(module, layout.partition, layout.placement, deferred)

@@ -20,7 +20,6 @@ from lightning.pytorch.callbacks import (
 )
 from torch import Tensor, nn, optim
 
-import lightning_ptdp
 from lightning_ptdp.preflight import inventory
 from tests.models import GPT
 from tests.trainer.test_layouts import PLAN
@@ -521,7 +520,7 @@ CONFIGURATIONS: dict[str, Broken] = {
         around=on_rank_1((lightning, "__version__", "2.5"), (torchmetrics, "__version__", "1.0")),
     ),
     "lightning_ptdp": row(
-        "rank 1 has lightning_ptdp 0.0.1 where rank 0 has", around=on_rank_1((lightning_ptdp, "__version__", "0.0.1"))
+        "rank 1 has lightning_ptdp 0.0.1 where rank 0 has", around=on_rank_1((inventory, "VERSION", "0.0.1"))
     ),
     # ranks that differ: arguments
     "t of one rank": row(
