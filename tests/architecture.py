@@ -32,22 +32,24 @@ def _unit(layer: int, ours: str = "", outside: str = "") -> Unit:
 
 UNITS: dict[str, Unit] = {
     "topology": _unit(0),
+    "names": _unit(0),
+    "own_class": _unit(0),
     "schedule": _unit(0),
     "kernels": _unit(0, "", "torch"),
-    "data": _unit(0, "", "torch lightning datasets tokenizers numpy rich"),
+    "data": _unit(1, "names", "torch lightning datasets tokenizers numpy rich"),
     "config": _unit(1, "topology"),  # derives d and m
     "comm": _unit(1, "topology", "torch numpy"),
     "nn": _unit(1, "kernels", "torch"),
     "compat": _unit(2, "kernels nn", "torch"),
     "recipes": _unit(2, "nn data", "torch lightning torchmetrics transformers"),
     "random_streams": _unit(2, "comm", "torch numpy"),
-    "data_parallel": _unit(2, "comm kernels", "torch"),
-    "pipeline": _unit(2, "comm schedule", "torch"),
-    "tensor_parallel": _unit(3, "comm kernels random_streams", "torch numpy"),
-    "deferred_init": _unit(3, "pipeline random_streams", "torch"),
-    "recompute": _unit(3, "random_streams", "torch numpy"),
+    "data_parallel": _unit(2, "comm kernels own_class", "torch"),
+    "pipeline": _unit(2, "comm names own_class schedule", "torch"),
+    "tensor_parallel": _unit(3, "comm kernels names own_class random_streams", "torch numpy"),
+    "deferred_init": _unit(3, "names pipeline random_streams", "torch"),
+    "recompute": _unit(3, "names own_class random_streams", "torch numpy"),
     "loaders": _unit(3, "comm random_streams", "torch lightning rich"),
-    "precision": _unit(3, "data_parallel", "torch lightning"),
+    "precision": _unit(3, "data_parallel own_class", "torch lightning"),
     "layout": _unit(4, "config pipeline recompute schedule tensor_parallel topology", "torch"),
     "checkpoint": _unit(4, "comm tensor_parallel", "torch lightning safetensors transformers xxhash"),
     "engine": _unit(
@@ -59,12 +61,12 @@ UNITS: dict[str, Unit] = {
     "steps": _unit(6, "callbacks comm engine recompute topology", "torch lightning torchmetrics"),
     "preflight": _unit(
         6,
-        "callbacks comm config deferred_init kernels layout schedule topology",
+        "callbacks comm config deferred_init kernels layout names schedule topology",
         "torch lightning torchmetrics",
     ),
     "check": _unit(
         7,
-        "callbacks comm config engine kernels layout schedule steps tensor_parallel topology",
+        "callbacks comm config engine kernels layout names own_class schedule steps tensor_parallel topology",
         "torch lightning numpy",
     ),
     "strategy": _unit(

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lightning_ptdp.check.dropout import without_recurrent_dropout
 from lightning_ptdp.engine.microbatches import map_tensors
+from lightning_ptdp.own_class import put_on
 
 CPU = torch.device("cpu")
 
@@ -83,10 +84,8 @@ class Original:
 
 def _silence(module: pl.LightningModule) -> None:
     """Give the module a class whose `log` does nothing: there is no Trainer to log to."""
-    base = type(module)
 
     def log(self: pl.LightningModule, *args: Any, **kwargs: Any) -> None:
         """Nothing is logged in a check."""
 
-    names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
-    module.__class__ = type(base.__name__, (base,), {"log": log, **names})
+    put_on(module, {"log": log})

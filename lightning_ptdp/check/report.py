@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+from lightning_ptdp.names import starred
 
 _ROWS = 20  # of the table of differences
 _SHOWN = 3  # names that are shown as they are
@@ -130,7 +131,7 @@ def patterns(names: Sequence[str]) -> str:
     """Dotted names in short: those that differ in a number are one, with a star."""
     if len(names) <= _SHOWN:
         return ", ".join(map(repr, names))
-    stars = [re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name) for name in names]
+    stars = [starred(name) for name in names]
     shown = [name if stars.count(star) == 1 else star for name, star in zip(names, stars, strict=True)]
     return ", ".join(map(repr, dict.fromkeys(shown)))
 

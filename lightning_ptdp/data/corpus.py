@@ -8,7 +8,6 @@ from hashlib import blake2b
 from typing import Any
 
 DIGEST_BYTES = 16
-_NUM_NAMED = 3
 
 Rows = Any  # a datasets.Dataset; the library ships no types
 ReadTexts = Callable[[dict[str, list[Any]]], list[str]]
@@ -52,13 +51,6 @@ class Corpus(ABC):
 def digest(content: bytes) -> bytes:
     """The digest of one document, `DIGEST_BYTES` long."""
     return blake2b(content, digest_size=DIGEST_BYTES).digest()
-
-
-def first_few(names: Sequence[object]) -> str:
-    """The first names of a list and how many there are, for a message."""
-    shown = ", ".join(str(name) for name in names[:_NUM_NAMED])
-    rest = len(names) - _NUM_NAMED
-    return shown if rest <= 0 else f"{shown} and {rest} more"
 
 
 def mib(num_bytes: int) -> str:

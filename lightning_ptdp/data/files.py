@@ -14,7 +14,9 @@ import datasets
 from rich.console import Console
 from rich.progress import track
 
-from .corpus import Corpus, Documents, digest, first_few, mib
+from lightning_ptdp.names import first_few
+
+from .corpus import Corpus, Documents, digest, mib
 
 _MANY_BYTES = 2**28  # reading more than this takes long enough to show a progress bar
 
@@ -158,7 +160,7 @@ def _inspect(path: Path) -> TextFile | Rejected:
 
 
 def _report(name: str, found: Sequence[object], rejected: Sequence[Rejected], whole: Sequence[TextFile]) -> None:
-    reasons = first_few([f"{file.path} ({file.reason})" for file in rejected])
+    reasons = first_few([f"{file.path} ({file.reason})" for file in rejected], 3)
     num_empty = len(found) - len(rejected) - len(whole)
     if not whole:
         raise ValueError(

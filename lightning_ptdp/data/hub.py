@@ -8,7 +8,9 @@ from typing import Any
 
 import datasets
 
-from .corpus import Corpus, Documents, Rows, digest, first_few
+from lightning_ptdp.names import first_few
+
+from .corpus import Corpus, Documents, Rows, digest
 
 _ROWS_AT_ONCE = 1000
 
@@ -91,7 +93,7 @@ def open_dataset(name: str, *, config: str | None, split: str) -> Rows:
 
 def _pick_split(name: str, splits: Any, split: str) -> Rows:
     if split not in splits:
-        raise ValueError(f"dataset {name!r} has no split {split!r}; it has {first_few(sorted(splits))}")
+        raise ValueError(f"dataset {name!r} has no split {split!r}; it has {first_few(sorted(splits), 3)}")
     return splits[split]
 
 

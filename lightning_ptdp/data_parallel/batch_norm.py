@@ -15,6 +15,7 @@ from torch.distributed import ProcessGroup
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_ptdp.comm.collectives import gather_to
+from lightning_ptdp.own_class import put_on
 
 
 def synchronize(module: nn.Module, group: ProcessGroup, *, all_of_them: bool) -> Callable[[], None] | None:
@@ -26,26 +27,27 @@ def synchronize(module: nn.Module, group: ProcessGroup, *, all_of_them: bool) ->
     Returns what gives the modules their own classes back; None where there is nothing to do.
     """
     chosen = _BatchNorm if all_of_them and group.size() > 1 else nn.SyncBatchNorm
-    found = [(child, type(child)) for child in module.modules() if isinstance(child, chosen)]
+    found = [child for child in module.modules() if isinstance(child, chosen)]
     if not found:
         return None
-    for child, base in found:
-        _swap(child, base, group)
+    take_off = [_swap(child, group) for child in found]
 
     def undo() -> None:
-        for child, base in found:
-            child.__class__ = base
+        for each in take_off:
+            each()
 
     return undo
 
 
-def _swap(module: nn.Module, base: type[nn.Module], group: ProcessGroup) -> None:
+def _swap(module: nn.Module, group: ProcessGroup) -> Callable[[], None]:
+    """Let a batch norm train on the statistics of the group; returns what undoes it."""
+    base = type(module)
+
     def forward(self: Any, x: Tensor) -> Tensor:
         own: Tensor = base.forward(self, x) if not self.training else _normalize(self, x, group)
         return own
 
-    names = {"__module__": base.__module__, "__qualname__": base.__qualname__}
-    module.__class__ = type(base.__name__, (base,), {"forward": forward, **names})
+    return put_on(module, {"forward": forward})
 
 
 def _normalize(norm: _BatchNorm, x: Tensor, group: ProcessGroup) -> Tensor:

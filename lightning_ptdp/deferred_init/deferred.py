@@ -14,11 +14,11 @@ from torch.utils import _pytree as pytree
 from lightning_ptdp.deferred_init.illusion import illusion
 from lightning_ptdp.deferred_init.log import Log, Region
 from lightning_ptdp.deferred_init.recorder import LIMIT_BYTES, Recorder
+from lightning_ptdp.names import first_few, join
 from lightning_ptdp.pipeline.hollow import nan_like
 
 _REGISTRIES = ("_parameters", "_buffers", "_modules")
 _HOST = torch.device("cpu")
-_NAMED = 4  # tensors that a message lists
 
 
 class DeferredInit:
@@ -128,7 +128,7 @@ class DeferredInit:
                 if buffer is not None:
                     child._buffers[name] = filled(buffer)
             for name, value in vars(child).items():
-                if name not in _REGISTRIES and self._holds_deferred(value) and owns(f"{path}.{name}".lstrip(".")):
+                if name not in _REGISTRIES and self._holds_deferred(value) and owns(join(path, name)):
                     vars(child)[name] = pytree.tree_map_only(Tensor, filled, value)
         self._waiting.clear()
 
@@ -157,5 +157,4 @@ def _tensors(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _listed(names: list[str]) -> str:
-    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return f"{', '.join(map(repr, names[:_NAMED]))}{more}"
+    return first_few(map(repr, names))

@@ -12,6 +12,7 @@ from itertools import pairwise
 import torch
 from torch import nn
 
+from lightning_ptdp.names import join
 from lightning_ptdp.pipeline.blocks import find_blocks
 from lightning_ptdp.pipeline.reading_order import place_by_source
 
@@ -245,7 +246,7 @@ def _outside(module: nn.Module, blocks: str) -> list[str]:
         if not own:
             continue
         if path == "" or blocks.startswith(f"{path}."):
-            names += [f"{path}.{name}" if path else name for name in own]
+            names += [join(path, name) for name in own]
         else:
             names.append(path)
     return names

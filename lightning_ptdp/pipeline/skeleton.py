@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from lightning_ptdp.own_class import put_on
 from lightning_ptdp.pipeline.hollow import HollowParameters, ShapeTwin
 from lightning_ptdp.pipeline.partition import Partition
 
@@ -294,8 +295,7 @@ def _swap_class(module: nn.Module, call: Callable[..., Any]) -> None:
     def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
         return call(self, partial(base.__call__, self), args, kwargs)
 
-    names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
-    module.__class__ = type(base.__name__, (base,), {"__call__": __call__, **names})
+    put_on(module, {"__call__": __call__})
 
 
 def _outside_a_run(what: str) -> RuntimeError:

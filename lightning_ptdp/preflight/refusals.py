@@ -13,6 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import LBFGS, Optimizer, SparseAdam
 
 from lightning_ptdp.config import ParallelConfig
+from lightning_ptdp.names import first_few
 from lightning_ptdp.preflight.optimizer_probe import Verdict, judge
 from lightning_ptdp.topology import Topology
 
@@ -20,7 +21,6 @@ _ELSE = (
     "use an optimizer that treats each element alone (AdamW, SGD), or tensor_parallel_size=1, pipeline_parallel_size=1 "
     "and no distributed_optimizer"
 )
-_NAMED = 4  # modules or parameters that a message lists
 
 
 def refused_modules(module: pl.LightningModule, topology: Topology, *, trains: bool) -> list[str]:
@@ -157,5 +157,4 @@ def _percent(share: float) -> str:
 
 
 def _listed(things: Sequence[object]) -> str:
-    shown = ", ".join(map(repr, things[:_NAMED]))
-    return shown if len(things) <= _NAMED else f"{shown} and {len(things) - _NAMED} more"
+    return first_few(map(repr, things))

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_ptdp.own_class import put_on
 from lightning_ptdp.recompute.moments import Beginning, DefaultDtype, Draws, HostDraws, ModuleState
 from lightning_ptdp.recompute.plan import Plan
 from lightning_ptdp.recompute.scores import Scores
@@ -110,11 +111,10 @@ def _wrap(module: nn.Module, wrapper: Wrapper) -> Callable[[], None]:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return wrapper(own or partial(base.forward, self), args, kwargs)
 
-    names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
-    module.__class__ = type(base.__name__, (base,), {"forward": forward, **names})
+    take_off = put_on(module, {"forward": forward})
 
     def undo() -> None:
-        module.__class__ = base
+        take_off()
         if own is not None:
             module.__dict__["forward"] = own
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import nn
+
+from lightning_ptdp.names import matches, starred
 
 CORE_ATTENTION = "core_attention"
 """A module of this name in a block is what "selective" recomputes there, where no names are given."""
@@ -59,12 +60,12 @@ def plan(
     chosen = tuple(tuple(blocks[:n]) for n, blocks in zip(counts, stages, strict=True))
     if kind == "full":
         return Plan(kind, chosen, every)
-    names = {name: [p for p in patterns if _matches(p, name)] for name in _inside(module, stages)}
+    names = {name: [p for p in patterns if matches(p, name)] for name in _inside(module, stages)}
     unmatched = set(patterns) - {pattern for found in names.values() for pattern in found}
     if unmatched:
         raise ValueError(
             f"recompute_modules names {sorted(unmatched)}, which match no module in the blocks; there are "
-            f"{sorted({re.sub(r'[.][0-9]+[.]', '.*.', name) for name in names})}"
+            f"{sorted({starred(name) for name in names})}"
         )
     recomputed = _inside(module, chosen)
     wanted = [name for name in recomputed if names[name] or (not patterns and _last(name) == CORE_ATTENTION)]
@@ -81,11 +82,6 @@ def _inside(module: nn.Module, stages: Sequence[Sequence[str]]) -> list[str]:
         for name, _ in module.get_submodule(block).named_modules()
         if name
     ]
-
-
-def _matches(pattern: str, name: str) -> bool:
-    """As in a tensor-parallel plan: `*` stands for one part of a dotted name."""
-    return re.fullmatch(re.escape(pattern).replace(r"\*", "[^.]+"), name.replace("._orig_mod", "")) is not None
 
 
 def _last(name: str) -> str:

@@ -18,8 +18,6 @@ class Op(StrEnum):
 
 
 COMPUTE = frozenset({Op.FORWARD, Op.BACKWARD})
-SENDS = frozenset({Op.SEND_ACTIVATION, Op.SEND_GRADIENT})
-RECEIVES = frozenset({Op.RECV_ACTIVATION, Op.RECV_GRADIENT})
 
 
 @dataclass(frozen=True, slots=True)

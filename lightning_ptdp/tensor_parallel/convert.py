@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from lightning_ptdp.own_class import put_on
 from lightning_ptdp.random_streams import SplitRegion
 from lightning_ptdp.tensor_parallel import forwards, sequence
 from lightning_ptdp.tensor_parallel.forwards import Forward
@@ -133,8 +134,7 @@ def _give_forward(module: nn.Module, make: Callable[[Any, Forward, Peers], Forwa
 
     Layers run as they are inside what a user compiles, between its graphs: a compiler is not to see the collectives.
     """
-    base = type(module)
-    own = module.__dict__.get("forward") or base.forward.__get__(module)
+    own = module.__dict__.get("forward") or type(module).forward.__get__(module)
     parallel = make(module, own, peers)
     if not any(True for _ in module.children()):
         parallel = torch.compiler.disable(parallel)
@@ -143,6 +143,4 @@ def _give_forward(module: nn.Module, make: Callable[[Any, Forward, Peers], Forwa
         return parallel(*args, **kwargs)
 
     module.__dict__.pop("forward", None)
-    module.__class__ = type(
-        base.__name__, (base,), {"forward": forward, "__module__": base.__module__, "__qualname__": base.__qualname__}
-    )
+    put_on(module, {"forward": forward})

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
+from lightning_ptdp.names import starred
 from lightning_ptdp.tensor_parallel.placement import Placement, is_transposed
 
 _HEAD_SIZE_NAMES = ("head_dim", "head_size", "attention_head_size", "d_head", "d_k", "d_kv", "dim_head", "hd")
@@ -37,7 +38,7 @@ def check_heads(module: nn.Module, placement: Placement, size: int) -> list[str]
             outputs //= 3
         heads = _num_heads(holder, path.rpartition(".")[2], outputs)
         if heads is not None and heads % size:
-            pattern = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path)
+            pattern = starred(path)
             faults.setdefault(
                 pattern,
                 f"tensor parallelism splits heads, so their number must be a multiple of tensor_parallel_size; "

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from torch import nn
 
+from lightning_ptdp.names import starred
 from lightning_ptdp.tensor_parallel.plan import OTHER_NAMES, attributes, match
 from lightning_ptdp.tensor_parallel.shard import Shard
 
@@ -134,7 +134,7 @@ def _misused(module: nn.Module, styles: Mapping[str, str]) -> Iterator[str]:
     seen: set[tuple[str, str]] = set()
     for path, style in styles.items():
         child = module.get_submodule(path)
-        kind, pattern = type(child).__name__, re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path)
+        kind, pattern = type(child).__name__, starred(path)
         if (pattern, style) in seen:
             continue
         seen.add((pattern, style))

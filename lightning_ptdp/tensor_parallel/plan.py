@@ -27,10 +27,11 @@ names a module, a bare parameter of one, or, for `local_size`, an integer attrib
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 
 from torch import nn
+
+from lightning_ptdp.names import join, matches, starred
 
 STYLES = (
     "colwise",
@@ -78,7 +79,7 @@ def find_plan(module: nn.Module) -> dict[str, str]:
     for path, child in module.named_modules():
         plan = _plan_of(child)
         for pattern, style in plan.items():
-            found.setdefault(f"{path}.{pattern}" if path else pattern, style)
+            found.setdefault(join(path, pattern), style)
     if found:
         _add_missing_embeddings(module, found)
     return found
@@ -101,7 +102,7 @@ def _add_missing_embeddings(module: nn.Module, plan: dict[str, str]) -> None:
         if isinstance(getattr(child, "tp_plan", None), Mapping) and plan:
             embedding = child.get_input_embeddings() if callable(getattr(child, "get_input_embeddings", None)) else None
             for name, inner in child.named_modules():
-                full = f"{path}.{name}" if path else name
+                full = join(path, name)
                 if inner is embedding and isinstance(inner, nn.Embedding) and match(plan, full) is None:
                     plan[full] = "embedding_rowwise"
 
@@ -113,17 +114,13 @@ def match(plan: Mapping[str, str], name: str) -> str | None:
     return next((style for pattern, style in plan.items() if "*" in pattern and matches(pattern, name)), None)
 
 
-def matches(pattern: str, name: str) -> bool:
-    return re.fullmatch(re.escape(pattern).replace(r"\*", "[^.]+"), name.replace("._orig_mod", "")) is not None
-
-
 def suggestion(module: nn.Module) -> str:
     """A plan to copy, of the module's linear layers, for a user who has none."""
     lines = []
     seen = set()
     for path, child in module.named_modules():
         if isinstance(child, nn.Linear | nn.Embedding):
-            pattern = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path)
+            pattern = starred(path)
             if pattern in seen:
                 continue
             seen.add(pattern)
@@ -161,7 +158,7 @@ def check_plan(module: nn.Module, plan: Mapping[str, str], *, is_given: bool) ->
             and not (style == "local_size" and attributes(module, pattern))
         ]
         if idle:
-            near = sorted({re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name) for name in names})
+            near = sorted({starred(name) for name in names})
             faults.append(
                 f"the tensor-parallel plan names {idle}, which match no module or parameter; there are {near}"
             )
@@ -177,7 +174,7 @@ def attributes(module: nn.Module, pattern: str) -> list[str]:
     """Names of the integer attributes that a pattern matches."""
     parent, _, leaf = pattern.rpartition(".")
     return [
-        f"{path}.{leaf}" if path else leaf
+        join(path, leaf)
         for path, child in module.named_modules()
         if matches(parent, path) and isinstance(getattr(child, leaf, None), int)
     ]
