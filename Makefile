@@ -5,15 +5,19 @@ PYTHON ?= python3
 TORCH_ARGS ?=
 # Arguments for the command of `make train`.
 ARGS ?=
+# Workers of pytest. Each has a pool of ranks of its own, and ranks wait for each other much of the time.
+WORKERS ?= 2
 
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt
+# Tests of a file share what they train, so a file stays with one worker; tests/conftest.py puts the longest first.
+PYTEST := $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 STAMP := $(VENV)/installed
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup train test lint bench gpu-check docs clean
+.PHONY: help setup train test test-fast lint bench gpu-check docs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -26,7 +30,10 @@ train: setup ## train the GPT recipe on four processes and let it write (ARGS="-
 
 test: lint ## lint, then run all tests that this machine can
 	@echo "test: running pytest"
-	@$(BIN)/python -m pytest -q tests
+	@$(PYTEST) tests
+
+test-fast: setup ## run in two minutes what tests every part once: no slow tests, a few with a Trainer
+	@$(PYTEST) --fast tests
 
 lint: setup ## check style and types
 	@echo "lint: checking style"

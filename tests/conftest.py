@@ -1,7 +1,8 @@
-"""What holds for every test: seeds, hygiene, warnings as errors, the gpu marker, and the end of the pool."""
+"""What holds for every test: order, seeds, hygiene, warnings as errors, the gpu marker, and the end of the pool."""
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +12,9 @@ from tests.host_warnings import ini_lines
 from tests.hygiene import Surroundings, seed_everything
 from tests.spmd import close_pool, warm_pool
 
+TESTS = Path(__file__).parent
+COSTLY = ("trainer", "kernels", "data", "deferred_init", "cli", "recipes")  # folders where a test takes a second
+
 
 def pytest_configure(config: pytest.Config) -> None:
     """Set what holds for the whole session; tests/spmd_worker.py does the same in the workers."""
@@ -19,6 +23,36 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is deterministic only with it
     for line in ini_lines():
         config.addinivalue_line("filterwarnings", line)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add what `make test-fast` selects by."""
+    parser.addoption(
+        "--fast",
+        action="store_true",
+        help=f"no slow tests, and of each file in {', '.join(COSTLY)} the first of the others",
+    )
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Put files that take long first, so that workers end together; select for --fast."""
+    slow_files = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: (not _is_costly(item), item.path not in slow_files))  # stable, so files stay whole
+    if config.option.fast:
+        firsts = {item.path: item for item in reversed(items) if not item.get_closest_marker("slow")}
+        chosen = [
+            item
+            for item in items
+            if not item.get_closest_marker("slow") and (not _is_costly(item) or item is firsts[item.path])
+        ]
+        kept = set(chosen)
+        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+        items[:] = chosen
+
+
+def _is_costly(item: pytest.Item) -> bool:
+    return item.path.relative_to(TESTS).parts[0] in COSTLY
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
