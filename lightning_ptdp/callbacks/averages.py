@@ -18,6 +18,8 @@ from torch.utils.hooks import RemovableHandle
 from lightning_ptdp.checkpoint.contents import gather_module
 from lightning_ptdp.checkpoint.local_state import LocalState
 from lightning_ptdp.comm.groups import Groups
+from lightning_ptdp.host.lightning import average_of
+from lightning_ptdp.host.torch import buffers_of, parameters_of
 
 
 def split_averages(
@@ -55,10 +57,9 @@ def refused_averages(callbacks: Iterable[Callback], *, shards: bool, has_main_we
 
 def _averages(callbacks: Iterable[Callback]) -> Iterator[tuple[Callback, nn.Module]]:
     for callback in callbacks:
-        if isinstance(callback, WeightAveraging) and callback._average_model is not None:
-            yield callback, callback._average_model.module
-        elif isinstance(callback, StochasticWeightAveraging) and callback._average_model is not None:
-            yield callback, callback._average_model
+        copy = average_of(callback)
+        if copy is not None:
+            yield callback, copy
 
 
 def _keep_owned(copy: nn.Module, module: nn.Module) -> None:
@@ -67,7 +68,7 @@ def _keep_owned(copy: nn.Module, module: nn.Module) -> None:
         return  # copied after the split
     for name, holder in copy.named_modules(remove_duplicate=False):
         mine = module.get_submodule(name)
-        for held, owned in ((holder._parameters, mine._parameters), (holder._buffers, mine._buffers)):
+        for held, owned in ((parameters_of(holder), parameters_of(mine)), (buffers_of(holder), buffers_of(mine))):
             for leaf in [leaf for leaf in held if leaf not in owned]:
                 del held[leaf]
             for leaf, tensor in held.items():

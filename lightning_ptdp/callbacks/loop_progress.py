@@ -7,9 +7,9 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.callbacks import Callback
-from torch.utils import _pytree as pytree
 
 from lightning_ptdp.engine.microbatches import num_samples
+from lightning_ptdp.host.torch import pytree
 from lightning_ptdp.loaders.replicas import ghosts, leaves
 
 

@@ -31,6 +31,8 @@ from torch import Tensor, nn
 
 from lightning_ptdp.comm.collectives import broadcast_object
 from lightning_ptdp.comm.groups import Groups
+from lightning_ptdp.host.lightning import LATE_ATTRIBUTES
+from lightning_ptdp.host.torch import version_of
 
 _SCALARS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 _SEQUENCES = (list, tuple, set, frozenset, deque)
@@ -102,7 +104,7 @@ def state_of(module: pl.LightningModule) -> dict[str, Any]:
 
 @functools.cache
 def _lightnings_own() -> frozenset[str]:
-    return frozenset(vars(pl.LightningModule())) | {"log", "_hparams", "_hparams_name", "_hparams_initial"}
+    return frozenset(vars(pl.LightningModule())) | LATE_ATTRIBUTES
 
 
 @dataclass(frozen=True)
@@ -134,7 +136,9 @@ def _trace(value: Any, found: Trace, seen: set[int], *, within_object: bool) -> 
         return
     seen.add(id(value))
     if isinstance(value, Tensor):
-        found.tokens.append(object() if value.is_inference() else value._version)  # the former keep no count of edits
+        found.tokens.append(
+            object() if value.is_inference() else version_of(value)
+        )  # the former keep no count of edits
     elif isinstance(value, np.ndarray):
         found.tokens.append(object() if value.dtype.hasobject else value.tobytes())
     elif isinstance(value, Mapping):

@@ -22,6 +22,9 @@ from lightning.pytorch.callbacks import (
 )
 from torch import nn
 
+from lightning_ptdp.host.lightning import callbacks_of as callbacks_of  # noqa: PLC0414  # three others look here yet
+from lightning_ptdp.host.lightning import has_restored_schedule, throughputs_of, unpin_summary
+from lightning_ptdp.host.torch import BatchNorm
 from lightning_ptdp.topology import Topology
 
 WholeModel = Callable[[], AbstractContextManager[None]]
@@ -29,18 +32,12 @@ WholeModel = Callable[[], AbstractContextManager[None]]
 _DTYPES = {"64": torch.float64, "32": torch.float32, "bf": torch.bfloat16, "16": torch.float16}
 
 
-def callbacks_of(trainer: pl.Trainer) -> list[Callback]:
-    """The Trainer's callbacks; the list itself."""
-    found: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by Lightning's connector
-    return found
-
-
 def refused_callbacks(callbacks: Iterable[Callback], module: nn.Module, topology: Topology) -> list[str]:
     """Callbacks that cannot give the result of one process, a sentence each."""
     if topology.world_size == 1:
         return []
     is_split = topology.replica_size > 1
-    has_batch_norm = any(isinstance(child, nn.modules.batchnorm._BatchNorm) for child in module.modules())
+    has_batch_norm = any(isinstance(child, BatchNorm) for child in module.modules())
     return [
         fault
         for callback in callbacks
@@ -110,7 +107,7 @@ def release(callbacks: Iterable[Callback]) -> None:
         if isinstance(callback, BaseFinetuning):
             callback.__dict__.pop("on_train_epoch_start", None)
         elif isinstance(callback, ModelSummary):
-            callback.__dict__.pop("_summary", None)
+            unpin_summary(callback)
 
 
 def tell_restored(trainer: pl.Trainer, module: pl.LightningModule, whole_model: WholeModel) -> None:
@@ -121,7 +118,7 @@ def tell_restored(trainer: pl.Trainer, module: pl.LightningModule, whole_model: 
                 callback.on_fit_start(trainer, module)
         elif isinstance(callback, Timer):
             callback.on_fit_start(trainer, module)
-        elif isinstance(callback, StochasticWeightAveraging) and callback._scheduler_state is not None:
+        elif isinstance(callback, StochasticWeightAveraging) and has_restored_schedule(callback):
             trainer.lr_scheduler_configs.clear()  # its own schedule follows, and is restored by itself
 
 
@@ -134,6 +131,6 @@ def count_replicas(callbacks: Iterable[Callback], topology: Topology, device: to
     for callback in callbacks:
         if isinstance(callback, ThroughputMonitor):
             callback.available_flops = None if available is None else available * topology.replica_size
-            for throughput in callback._throughputs.values():
+            for throughput in throughputs_of(callback):
                 throughput.world_size = topology.data_parallel_size
                 throughput.available_flops = callback.available_flops

@@ -50,6 +50,7 @@ from lightning_ptdp.checkpoint.errors import CheckpointError, DamagedFileError, 
 from lightning_ptdp.checkpoint.rectangles import Placed, Size
 from lightning_ptdp.checkpoint.stored_tensor import read_tensor
 from lightning_ptdp.checkpoint.whole_or_absent import files
+from lightning_ptdp.host.torch import slice_of
 
 META = "meta.pt"
 METADATA = ".metadata"
@@ -332,9 +333,9 @@ class _Reader(dcp.FileSystemReader):
         for file, items in files.items():
             with self.fs.create_stream(self.fs.concat_path(self.path, file), "rb") as stream:
                 for item in sorted(items, key=lambda item: int(self.storage_data[item.storage_index].offset)):
-                    part = self._slice_file(stream, self.storage_data[item.storage_index])
+                    part = slice_of(self, stream, self.storage_data[item.storage_index])
                     target = planner.resolve_tensor(item).detach()
-                    read_tensor(part, item.storage_offsets, target)  # type: ignore[arg-type]
+                    read_tensor(part, item.storage_offsets, target)
                     planner.commit_tensor(item, target)
         return super().read_data(LoadPlan(others), planner)
 

@@ -16,7 +16,6 @@ from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_ptdp.checkpoint import whole_or_absent
 from lightning_ptdp.checkpoint.errors import naming
@@ -24,6 +23,7 @@ from lightning_ptdp.checkpoint.folder import Keys, Stored
 from lightning_ptdp.checkpoint.rectangles import Placed, Size, part
 from lightning_ptdp.comm.collectives import gather_objects, receive_from, send_to
 from lightning_ptdp.comm.groups import world
+from lightning_ptdp.host.torch import FakeTensorMode, offset_in_file
 
 _BLOCK = 1 << 24  # bytes that are sent at once
 
@@ -177,7 +177,7 @@ def _write_without_values(path: Path, checkpoint: dict[str, Any]) -> list[tuple[
 
 def _offset_of(tensor: Tensor) -> int:
     """Of its storage in the file it was loaded from; PyTorch notes it on storages without values."""
-    offset = tensor.untyped_storage()._checkpoint_offset
+    offset = offset_in_file(tensor.untyped_storage())
     assert offset is not None, "loaded without values"
     return int(offset)
 

@@ -10,16 +10,14 @@ from typing import Any
 import torch
 from lightning.fabric.utilities.data import sized_len
 from lightning.fabric.utilities.seed import pl_worker_init_function
-from lightning.fabric.utilities.types import _Stateful
-from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
 from lightning.pytorch.trainer.states import RunningStage
-from lightning.pytorch.utilities.data import _update_dataloader
-from torch.utils import _pytree as pytree
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_ptdp.comm.collectives import all_gather_dim, broadcast_object, gather_objects
 from lightning_ptdp.comm.groups import Groups
+from lightning_ptdp.host.lightning import IndexBatchSampler, Stateful, with_sampler, wrap_batches, wrapped_batches
+from lightning_ptdp.host.torch import pytree
 from lightning_ptdp.loaders.sampler import BatchShare, UnrepeatedSampler
 
 
@@ -39,7 +37,7 @@ def prepare(
     """
     if isinstance(loader, DataLoader):
         _seed_workers(loader, groups)
-    if stage == RunningStage.TRAINING and not isinstance(loader, _Stateful):
+    if stage == RunningStage.TRAINING and not isinstance(loader, Stateful):
         loader = resumable(loader)
     if groups.topology.data_parallel_size == 1:
         return loader
@@ -82,18 +80,18 @@ def _share(loader: DataLoader[Any], groups: Groups) -> DataLoader[Any]:
     if isinstance(loader.dataset, IterableDataset) or isinstance(loader.sampler, DistributedSampler):
         return loader
     share = partial(BatchShare, replica=groups.at.data, num_replicas=groups.topology.data_parallel_size)
-    if isinstance(loader.batch_sampler, _IndexBatchSamplerWrapper):  # which tells writers the samples of each batch
-        loader.batch_sampler._batch_sampler = share(loader.batch_sampler._batch_sampler)
+    if isinstance(loader.batch_sampler, IndexBatchSampler):  # which tells writers the samples of each batch
+        wrap_batches(loader.batch_sampler, share(wrapped_batches(loader.batch_sampler)))
         return loader
     share_of_samples = share(loader.sampler)  # type: ignore[arg-type]  # without a length, the loader has none either
-    return _update_dataloader(loader, share_of_samples, mode=RunningStage.PREDICTING)
+    return with_sampler(loader, share_of_samples)
 
 
 def is_shared(loader: object) -> bool:
     """Whether replicas split the batches that the loader draws for prediction."""
     drawn = getattr(loader, "batch_sampler", None)
-    if isinstance(drawn, _IndexBatchSamplerWrapper):
-        return isinstance(drawn._batch_sampler, BatchShare)
+    if isinstance(drawn, IndexBatchSampler):
+        return isinstance(wrapped_batches(drawn), BatchShare)
     return isinstance(getattr(loader, "sampler", None), BatchShare)
 
 
@@ -167,7 +165,7 @@ class EvenLoader:
         self._length = length
         self.replica = groups.at.data
         self.ghost_batches: list[int | None] = [None] * groups.topology.data_parallel_size
-        if isinstance(loader, _Stateful):  # Lightning looks for these to resume in the middle of an epoch
+        if isinstance(loader, Stateful):  # Lightning looks for these to resume in the middle of an epoch
             self.state_dict, self.load_state_dict = loader.state_dict, loader.load_state_dict
 
     @property

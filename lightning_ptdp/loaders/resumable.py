@@ -14,6 +14,7 @@ from rich.progress import track
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
+from lightning_ptdp.host.torch import kept_iterator, may_keep_iterator, set_kept_iterator
 from lightning_ptdp.loaders.order import order_of, rest_of, samples_in
 from lightning_ptdp.random_streams import random_state, set_random_state
 
@@ -96,12 +97,12 @@ class ResumableLoader:
 
     @property
     def _iterator(self) -> Any:  # whose workers Lightning ends
-        return getattr(self._loader, "_iterator", None)
+        return kept_iterator(self._loader)
 
     @_iterator.setter
     def _iterator(self, value: None) -> None:
-        if hasattr(self._loader, "_iterator"):
-            self._loader._iterator = value
+        if may_keep_iterator(self._loader):
+            set_kept_iterator(self._loader, value)
 
     def __len__(self) -> int:
         if self._length is not None:

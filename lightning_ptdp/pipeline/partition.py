@@ -12,6 +12,7 @@ from itertools import pairwise
 import torch
 from torch import nn
 
+from lightning_ptdp.host.torch import children_of
 from lightning_ptdp.pipeline.blocks import find_blocks
 from lightning_ptdp.pipeline.reading_order import place_by_source
 
@@ -137,7 +138,7 @@ def _members(module: nn.Module, path: str) -> dict[str, nn.Module]:
         ValueError: one module is in the list several times, or a block is compiled to TorchScript.
     """
     holder = module.get_submodule(path)
-    members = {name: child for name, child in holder._modules.items() if child is not None}
+    members = {name: child for name, child in children_of(holder).items() if child is not None}
     num_modules = len(set(members.values()))
     if num_modules < len(members):
         raise ValueError(

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_ptdp.data_parallel.clip import clip_
+from lightning_ptdp.host.lightning import HooksPrecision
 from lightning_ptdp.precision.loss_scale import LossScale
 
 PRECISIONS = ("32-true", "64-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true")
@@ -24,7 +25,7 @@ NormOf = Callable[[list[nn.Parameter]], Tensor]
 log = logging.getLogger(__name__)
 
 
-class PTDPPrecision(Precision):
+class PTDPPrecision(HooksPrecision):
     """What dtypes a run uses.
 
     "32-true" and "64-true" keep weights and compute in float32 and float64. "bf16-mixed" and "16-mixed" run operations
@@ -94,8 +95,8 @@ class PTDPPrecision(Precision):
         """Take the function that knows the norm over all ranks, and one to call when hooks are done with gradients."""
         self._norm_of, self._after_hooks = norm_of, after_hooks
 
-    def _after_closure(self, model: pl.LightningModule, optimizer: Any) -> None:
-        super()._after_closure(model, optimizer)
+    def hooks_are_done(self) -> None:
+        """Tell the strategy that hooks and clipping are done with the gradients."""
         if self._after_hooks is not None:
             self._after_hooks()
 
@@ -131,7 +132,7 @@ class PTDPPrecision(Precision):
             self.num_updates += 1
             return result
         result = closure()
-        self._after_closure(model, optimizer)
+        self.end_closure(model, optimizer)
         before = self.loss_scale.value
         self.was_skipped = not self._is_finite
         if self.was_skipped:

@@ -19,6 +19,7 @@ from torchmetrics import Metric
 
 from lightning_ptdp.comm.collectives import gather_objects
 from lightning_ptdp.comm.groups import Groups
+from lightning_ptdp.host.lightning import hook_in_progress
 from lightning_ptdp.steps.exchange import Exchange, Key, Logged
 from lightning_ptdp.steps.log_calls import LogCalls, named, numbers
 
@@ -77,7 +78,7 @@ class HookLogs:
 
     def log(self, name: str, value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Take a call of `log`, at once or for the end of the hook."""
-        hook = self._module._current_fx_name
+        hook = hook_in_progress(self._module)
         is_other = isinstance(value, Metric) and not self._calls.knows(value)
         is_late = self._is_over and hook == _BEFORE_SOME_CALLBACKS  # nobody would compare after it
         if hook not in self._own or is_late or is_other or named(args, kwargs).get("sync_dist_group"):

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
+from lightning_ptdp.host.torchmetrics import set_step_value, step_value
 from lightning_ptdp.steps.exchange import Key, Logged, Refusal
 
 ALREADY_SYNCED = "lightning_ptdp: merged over the replicas already"
@@ -67,7 +68,7 @@ class LogCalls:
         try:
             reduce = _reduction(name, given.get("reduce_fx", "mean"))
             metric = self._name_of(name, value) if isinstance(value, Metric) else None
-            shown = value._forward_cache if isinstance(value, Metric) else value
+            shown = step_value(value) if isinstance(value, Metric) else value
             tensor = None if metric and shown is None else _scalar(name, shown)
             _check_arguments(name, given)
         except Exception as error:
@@ -110,7 +111,7 @@ class LogCalls:
             if key.metric is not None:
                 metric = self._module.get_submodule(key.metric)
                 assert isinstance(metric, Metric), "found under this name when it was logged"
-                metric._forward_cache = number if key.has_value else None  # type: ignore[assignment]
+                set_step_value(metric, number if key.has_value else None)
                 self.make(key, metric, round(value.batch_size))
             elif value.batch_size or key.reduce == "mean":  # else of a replica that has only batches that do not count
                 self.make(key, number, round(value.batch_size))

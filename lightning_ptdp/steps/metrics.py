@@ -15,6 +15,7 @@ from torchmetrics import Metric
 from lightning_ptdp.comm.collectives import broadcast_object
 from lightning_ptdp.comm.groups import Groups
 from lightning_ptdp.engine.outputs import packed, unpacked
+from lightning_ptdp.host.torchmetrics import never_sync, set_update_count
 
 _PLAIN = "_ptdp_plain_compute"
 
@@ -56,12 +57,12 @@ def _compute_everywhere(
         if not is_in_step():
             mine = None
             if groups.is_last_pipeline_rank:
-                mine = packed(metric.metric_state), metric._update_count
+                mine = packed(metric.metric_state), metric.update_count
             state, count = broadcast_object(mine, groups.pipeline_ranks[-1], groups.pipeline)
             if not groups.is_last_pipeline_rank:
                 for name, value in unpacked(state, device).items():
                     setattr(metric, name, value)
-                metric._update_count, metric._computed = count, None
+                set_update_count(metric, count)
         return plain(*args, **kwargs)
 
     return compute
@@ -78,7 +79,7 @@ def frozen_metrics(module: nn.Module) -> Iterator[None]:
     Only that they were updated stays known: a replica without samples of its own computes what the others have.
     """
     before = {
-        metric: ({name: _copy(value) for name, value in metric.metric_state.items()}, metric._update_count)
+        metric: ({name: _copy(value) for name, value in metric.metric_state.items()}, metric.update_count)
         for metric in module.modules()
         if isinstance(metric, Metric)
     }
@@ -88,7 +89,7 @@ def frozen_metrics(module: nn.Module) -> Iterator[None]:
         for metric, (state, count) in before.items():
             for name, value in state.items():
                 setattr(metric, name, value)
-            metric._update_count, metric._computed = max(count, min(metric._update_count, 1)), None
+            set_update_count(metric, max(count, min(metric.update_count, 1)))
 
 
 class StepMetrics:
@@ -147,6 +148,6 @@ def _twin(metric: Metric) -> Metric:
     twin = copy.deepcopy(metric, {} if group is None else {id(group): None})  # a group cannot be copied
     for part in twin.modules():
         if isinstance(part, Metric):
-            part.sync_on_compute = part._to_sync = False
+            never_sync(part)
     twin.reset()
     return twin
