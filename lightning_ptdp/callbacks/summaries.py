@@ -14,10 +14,16 @@ _SUMMARIES = "_ptdp_summaries"
 
 
 def pin_summaries(trainer: pl.Trainer, module: pl.LightningModule, *, is_whole: bool) -> bool:
-    """Let summary callbacks describe the whole module, not this rank's part; returns whether there are any.
+    """Let summary callbacks describe the whole module, not this rank's part.
 
-    is_whole: False for a module that an earlier run has split: its summary is the one that was worked out then, of the
-    same depth where there was one.
+    Args:
+        trainer: whose callbacks are meant.
+        module: the user's.
+        is_whole: False for a module that an earlier run has split. Its summaries are those that were worked out then,
+            of the same depth if there is one.
+
+    Returns:
+        Whether there are summary callbacks that show anything.
     """
     known: dict[int, KeptSummary] = module.__dict__.setdefault(_SUMMARIES, {})
     active = [

@@ -33,7 +33,7 @@ _DTYPES = {"64": torch.float64, "32": torch.float32, "bf": torch.bfloat16, "16":
 
 
 def refused_callbacks(callbacks: Iterable[Callback], module: nn.Module, topology: Topology) -> list[str]:
-    """Callbacks that cannot give the result of one process, a sentence each."""
+    """Refuse callbacks that cannot give the result of one process; returns a sentence for each."""
     if topology.world_size == 1:
         return []
     is_split = topology.replica_size > 1
@@ -46,9 +46,11 @@ def refused_callbacks(callbacks: Iterable[Callback], module: nn.Module, topology
 
 
 def refused_in_background(callbacks: Iterable[Callback], *, saves_files: bool) -> list[str]:
-    """What cannot be with async_checkpoint=True, a sentence each.
+    """Refuse what async_checkpoint=True cannot do; returns a sentence for each.
 
-    saves_files: whether a checkpoint is one ordinary file, or goes through a CheckpointIO.
+    Args:
+        callbacks: the Trainer's.
+        saves_files: whether a checkpoint is one ordinary file, or goes through a CheckpointIO.
     """
     faults = []
     if saves_files:
@@ -111,7 +113,7 @@ def release(callbacks: Iterable[Callback]) -> None:
 
 
 def tell_restored(trainer: pl.Trainer, module: pl.LightningModule, whole_model: WholeModel) -> None:
-    """Tell callbacks that look at their restored state when a fit begins: here it is restored after that."""
+    """Run `on_fit_start` again for callbacks that read their restored state in it: here it is restored after that."""
     for callback in callbacks_of(trainer):
         if isinstance(callback, BaseFinetuning):
             with whole_model():
@@ -125,7 +127,11 @@ def tell_restored(trainer: pl.Trainer, module: pl.LightningModule, whole_model: 
 def count_replicas(callbacks: Iterable[Callback], topology: Topology, device: torch.device, precision: str) -> None:
     """Let throughput callbacks take a replica for a device: the ranks of one replica see the same samples.
 
-    precision: as the Trainer spells it; the peak rate of a device depends on it.
+    Args:
+        callbacks: the Trainer's.
+        topology: t * p devices are a replica.
+        device: whose peak rate in FLOP/s is looked up.
+        precision: as the Trainer spells it; the peak rate depends on it.
     """
     available = get_available_flops(device, _DTYPES[precision[:2]])
     for callback in callbacks:

@@ -76,7 +76,7 @@ def _copy(value: Any) -> Any:
 def frozen_metrics(module: nn.Module) -> Iterator[None]:
     """Within, metrics may be updated; afterwards they stand where they stood.
 
-    Only that they were updated stays known: a replica without samples of its own computes what the others have.
+    They still know that they were updated, so that a replica without samples of its own computes what others have.
     """
     before = {
         metric: ({name: _copy(value) for name, value in metric.metric_state.items()}, metric.update_count)
@@ -129,7 +129,7 @@ class StepMetrics:
             self._counts = False
 
     def value(self, name: str, default: Tensor) -> Tensor:
-        """Of a metric over the microbatches that its forward saw in this step; `default` if it saw none."""
+        """The value of a metric over the microbatches that its forward saw in this step; `default` if it saw none."""
         if name not in self._seen:
             return default
         value: Tensor = self._twins[name].compute()
@@ -143,7 +143,7 @@ class StepMetrics:
 
 
 def _twin(metric: Metric) -> Metric:
-    """A copy that computes where it is, and so do the metrics in it."""
+    """Copy a metric; the copy, and the metrics in it, compute from their own state without a collective."""
     group = metric.process_group
     twin = copy.deepcopy(metric, {} if group is None else {id(group): None})  # a group cannot be copied
     for part in twin.modules():
