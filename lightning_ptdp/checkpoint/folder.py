@@ -75,7 +75,7 @@ def is_folder(path: str | Path) -> bool:
 
 
 class _SavePlanner(dcp.DefaultSavePlanner):
-    """Plans what this rank writes. order: of names in the plain model."""
+    """Plans what this rank writes. order: the names of the plain model, in its order."""
 
     def __init__(self, tensors: Mapping[Keys, Placed], objects: Mapping[Keys, Any], order: Sequence[str]) -> None:
         super().__init__()
@@ -139,10 +139,17 @@ def write(
     group: ProcessGroup,
     what: str,
 ) -> dict[str, list[int]]:
-    """Write this rank's share; every rank of the group calls it. Returns the checksums of the files it wrote.
+    """Write this rank's part of a checkpoint; every rank of the group calls it.
 
-    tensors, objects: that this rank writes, and no other. order: of names in the plain model. what: has failed, where
-    something has.
+    Args:
+        folder: made by one rank, for all.
+        tensors, objects: those that this rank writes, and no other.
+        order: the names of the plain model, in its order.
+        group: the ranks that write.
+        what: what has failed, in words, if something does.
+
+    Returns:
+        The checksums of the files that this rank wrote, by their names.
 
     Raises:
         CheckpointError: on every rank, when one of them failed.
