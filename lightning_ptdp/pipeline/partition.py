@@ -177,9 +177,13 @@ def _own_cost(module: nn.Module) -> float:
 def balance(costs: Sequence[float], num_stages: int, *, before: float = 0.0, after: float = 0.0) -> list[int]:
     """Bounds of the contiguous split whose dearest stage is cheapest, and among those the most even one.
 
-    costs: of the blocks. before, after: of what the first and the last stage run besides.
+    Args:
+        costs: one of each block.
+        num_stages: p * v.
+        before, after: the costs of what the first and the last stage run besides blocks.
 
-    Returns num_stages + 1 bounds; every stage has at least one block.
+    Returns:
+        p * v + 1 bounds; every stage has at least one block.
     """
     sums = [0.0]
     for cost in costs:
