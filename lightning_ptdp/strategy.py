@@ -22,7 +22,6 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import ParallelStrategy, StrategyRegistry
-from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
@@ -38,7 +37,6 @@ from lightning_ptdp.callbacks.stage_state import StageState
 from lightning_ptdp.callbacks.stop_together import StopTogether
 from lightning_ptdp.callbacks.summaries import pin_summaries
 from lightning_ptdp.callbacks.users import (
-    callbacks_of,
     count_replicas,
     release,
     show_whole_model,
@@ -57,6 +55,7 @@ from lightning_ptdp.data_parallel.scaling import GradientSample, check_scaled_al
 from lightning_ptdp.deferred_init import DeferredInit
 from lightning_ptdp.engine.engine import Engine
 from lightning_ptdp.engine.parameter_groups import WholeGroups
+from lightning_ptdp.host.lightning import SubprocessScriptLauncher, callbacks_of, splits_samplers, syncs_batch_norms
 from lightning_ptdp.kernels.status import in_a_line
 from lightning_ptdp.layout import (
     Layout,
@@ -268,7 +267,7 @@ class PTDPStrategy(ParallelStrategy):
         assert environment is not None, "the Trainer's connector sets the environment"
         environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         if not environment.creates_processes_externally and self.num_processes * self.num_nodes > 1:
-            self._launcher = _SubprocessScriptLauncher(environment, self.num_processes, self.num_nodes)
+            self._launcher = SubprocessScriptLauncher(environment, self.num_processes, self.num_nodes)
 
     def set_world_ranks(self) -> None:
         """Tell the environment which ranks these are; called by the Trainer's connector."""
@@ -370,7 +369,7 @@ class PTDPStrategy(ParallelStrategy):
         sizes = {**asdict(layout.topology), "virtual_pipeline_size": self.config.virtual_pipeline_size}
         self._resuming = Resuming(trainer, self.groups, self.root_device, sizes)
         if fits:
-            self._engine.join_statistics(module, all_batch_norms=self._layer_sync is not None)
+            self._engine.join_statistics(module, all_batch_norms=syncs_batch_norms(self))
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
         self._unchecked = _CHECKED_BATCHES
@@ -532,7 +531,7 @@ class PTDPStrategy(ParallelStrategy):
         """Evaluate and predict each sample once, seed workers by replica, and end on all replicas at once."""
         trainer = self._module.trainer
         assert trainer.state.stage is not None, "loaders are read in a stage"
-        shares = trainer._accelerator_connector.use_distributed_sampler  # known nowhere else
+        shares = splits_samplers(trainer)
         return replicas.prepare(
             dataloader,
             self.groups,
@@ -776,7 +775,7 @@ class PTDPStrategy(ParallelStrategy):
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """What this rank holds of the plain optimizer's state, by names of parameters; every rank must save."""
-        plain = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        plain = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
         names = self._group_names()[self.optimizers.index(plain)]
         return self._local_state().optimizer_state(plain, names, self.engine.held_names(self._module))
 

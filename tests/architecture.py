@@ -34,6 +34,7 @@ UNITS: dict[str, Unit] = {
     "topology": _unit(0),
     "names": _unit(0),
     "own_class": _unit(0),
+    "host": _unit(0, "", "torch lightning torchmetrics"),  # its files know one of them each, and torch
     "schedule": _unit(0),
     "kernels": _unit(0, "", "torch"),
     "data": _unit(1, "names", "torch lightning datasets tokenizers numpy rich"),
@@ -43,41 +44,40 @@ UNITS: dict[str, Unit] = {
     "compat": _unit(2, "kernels nn", "torch"),
     "recipes": _unit(2, "nn data", "torch lightning torchmetrics transformers"),
     "random_streams": _unit(2, "comm", "torch numpy"),
-    "data_parallel": _unit(2, "comm kernels own_class", "torch"),
-    "pipeline": _unit(2, "comm names own_class schedule", "torch"),
-    "tensor_parallel": _unit(3, "comm kernels names own_class random_streams", "torch numpy"),
-    "deferred_init": _unit(3, "names pipeline random_streams", "torch"),
-    "recompute": _unit(3, "names own_class random_streams", "torch numpy"),
-    "loaders": _unit(3, "comm random_streams", "torch lightning rich"),
-    "precision": _unit(3, "data_parallel own_class", "torch lightning"),
+    "data_parallel": _unit(2, "comm host.torch kernels own_class", "torch"),
+    "pipeline": _unit(2, "comm host.torch names own_class schedule", "torch"),
+    "tensor_parallel": _unit(3, "comm host.torch kernels names own_class random_streams", "torch numpy"),
+    "deferred_init": _unit(3, "host.torch names pipeline random_streams", "torch"),
+    "recompute": _unit(3, "host.torch names own_class random_streams", "torch numpy"),
+    "loaders": _unit(3, "comm host random_streams", "torch lightning rich"),
+    "precision": _unit(3, "data_parallel host own_class", "torch lightning"),
     "layout": _unit(4, "config pipeline recompute schedule tensor_parallel topology", "torch"),
-    "checkpoint": _unit(4, "comm tensor_parallel", "torch lightning safetensors transformers xxhash"),
+    "checkpoint": _unit(4, "comm host.torch tensor_parallel", "torch lightning safetensors transformers xxhash"),
     "engine": _unit(
         4,
-        "comm config data_parallel deferred_init kernels pipeline random_streams recompute schedule tensor_parallel",
+        "comm config data_parallel deferred_init host.torch kernels pipeline random_streams recompute schedule "
+        "tensor_parallel",
         "torch numpy",
     ),
-    "callbacks": _unit(5, "checkpoint comm engine loaders random_streams topology", "torch lightning numpy"),
-    "steps": _unit(6, "callbacks comm engine recompute topology", "torch lightning torchmetrics"),
+    "callbacks": _unit(5, "checkpoint comm engine host loaders random_streams topology", "torch lightning numpy"),
+    "steps": _unit(6, "callbacks comm engine host recompute topology", "torch lightning torchmetrics"),
     "preflight": _unit(
         6,
-        "callbacks comm config deferred_init kernels layout names schedule topology",
+        "callbacks comm config deferred_init host kernels layout names schedule topology",
         "torch lightning torchmetrics",
     ),
     "check": _unit(
         7,
-        "callbacks comm config engine kernels layout names own_class schedule steps tensor_parallel topology",
+        "callbacks comm config engine host kernels layout names own_class schedule steps tensor_parallel topology",
         "torch lightning numpy",
     ),
     "strategy": _unit(
         7,
-        "callbacks checkpoint comm config data_parallel deferred_init engine kernels layout loaders precision "
+        "callbacks checkpoint comm config data_parallel deferred_init engine host kernels layout loaders precision "
         "preflight random_streams steps topology",
         "torch lightning",
     ),
-    "__init__": _unit(
-        8, "check config precision strategy"
-    ),  # what users import; the rest imports where a name is defined
+    "__init__": _unit(8, "check config precision strategy"),  # what users import; others import where a name is defined
     "cli": _unit(
         9,
         "__init__ check checkpoint config data kernels layout recipes schedule strategy",
@@ -85,6 +85,8 @@ UNITS: dict[str, Unit] = {
     ),
     "__main__": _unit(10, "cli"),
 }
+
+HOSTS = ("torch", "torchmetrics", "lightning")
 
 # Where environment variables are read.
 ENVIRONMENT_READERS = {
@@ -160,6 +162,17 @@ class Source:
             if isinstance(node, ast.Attribute | ast.Name) and (name := _dotted(node)):
                 head, dot, rest = name.partition(".")
                 found.append(Reference(node.lineno, meaning.get(head, head) + dot + rest, node))
+        return found
+
+    @cached_property
+    def own_names(self) -> set[str]:
+        """What the file gives to its classes: methods, fields, and attributes that are set on self."""
+        found = {node.name for node in self.nodes if isinstance(node, ast.FunctionDef)}
+        for node in self.nodes:
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and _dotted(node.value) == "self":
+                found.add(node.attr)
+            elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+                found.add(node.target.id)
         return found
 
     def _absolute(self, node: ast.ImportFrom) -> str:
@@ -273,6 +286,34 @@ def apex_is_not_imported(source: Source) -> Iterator[str]:
             yield f"{item.line}: apex on PyPI is not NVIDIA's; recognise it by what it contains, in compat/"
 
 
+def private_names_stand_in_host(source: Source) -> Iterator[str]:
+    """Only host/ uses private names of PyTorch, torchmetrics and Lightning: of modules, and of objects.
+
+    An underscored attribute of another object is somebody's private name, unless the file itself gives it to a class.
+    """
+    if source.is_in("host"):
+        return
+    for line, name in sorted(_names(source)):
+        if _is_below(name, HOSTS) and any(map(_is_private, name.split("."))):
+            yield f"{line}: private names of the hosts stand in host/, with a reason; give {name} a function there"
+    mine = {"self", "cls", *HOSTS, *(item.local for item in source.imports)}  # of imported names, see above
+    for node in source.nodes:
+        if isinstance(node, ast.Attribute) and _is_private(node.attr) and node.attr not in source.own_names:
+            if _dotted(node.value).partition(".")[0] in mine and isinstance(node.value, ast.Name):
+                continue
+            yield f"{node.lineno}: private names of the hosts stand in host/; give .{node.attr} a function there"
+
+
+def host_files_know_one_host(source: Source) -> Iterator[str]:
+    """A file of host/ knows the package it is named after and torch, so that who needs torch gets no Lightning."""
+    if not source.is_in("host"):
+        return
+    for item in source.imports:
+        top = item.target.partition(".")[0]
+        if top in (*HOSTS, PACKAGE) and top not in ("torch", source.path.stem):
+            yield f"{item.line}: host/{source.path.name} is about {source.path.stem} alone, and imports no {top}"
+
+
 def source_is_ascii(source: Source) -> Iterator[str]:
     """Source is ASCII: what looks alike is alike."""
     for number, line in enumerate(source.text.splitlines(), start=1):
@@ -289,6 +330,8 @@ RULES: tuple[Rule, ...] = (
     environment_steers_no_run,
     only_the_command_line_prints,
     apex_is_not_imported,
+    private_names_stand_in_host,
+    host_files_know_one_host,
     source_is_ascii,
 )
 
@@ -304,6 +347,10 @@ def _dotted(node: ast.AST) -> str:
     if isinstance(node, ast.Attribute) and (base := _dotted(node.value)):
         return f"{base}.{node.attr}"
     return ""
+
+
+def _is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
 
 
 def _is_below(name: str, modules: tuple[str, ...]) -> bool:

@@ -99,6 +99,36 @@ BROKEN = {
     "variable read by getenv": ("layout.py", "import os\nos.getenv('A')", "so os.getenv is not read"),
     "print in the library": ("layout.py", "def f():\n    print(1)", "2: a library logs"),
     "apex by name": ("compat/apex.py", "from apex.optimizers import FusedAdam", "1: apex on PyPI is not NVIDIA's"),
+    "private module": (
+        "layout.py",
+        "from torch.utils import _pytree as pytree",
+        "1: private names of the hosts stand in host/, with a reason; give torch.utils._pytree a function there",
+    ),
+    "private class by alias": (
+        "callbacks/users.py",
+        "from torch import nn\nbase = nn.modules.batchnorm._BatchNorm",
+        "2: private names of the hosts stand in host/, with a reason; give torch.nn.modules.batchnorm._BatchNorm",
+    ),
+    "private function of Lightning": (
+        "loaders/replicas.py",
+        "from lightning.pytorch.utilities.data import _update_dataloader",
+        "give lightning.pytorch.utilities.data._update_dataloader a function there",
+    ),
+    "private attribute": (
+        "steps/metrics.py",
+        "def f(metric):\n    return metric._update_count",
+        "2: private names of the hosts stand in host/; give ._update_count a function there",
+    ),
+    "private attribute of an attribute": (
+        "steps/hook_logs.py",
+        "class A:\n    def f(self):\n        return self.module._current_fx_name",
+        "3: private names of the hosts stand in host/; give ._current_fx_name a function there",
+    ),
+    "Lightning beside torch's names": (
+        "host/torch.py",
+        "import lightning.pytorch as pl",
+        "1: host/torch.py is about torch alone, and imports no lightning",
+    ),
     "letter that looks like another": ("layout.py", "\n# caf\u00e9", "2: source is ASCII; found U+00E9"),
 }
 
@@ -127,6 +157,15 @@ SOUND = {
     "variable set for others": ("data/tokenise.py", "import os\nos.environ['A'] = '1'\ndel os.environ['A']"),
     "variable read for a build": ("kernels/build.py", "import os\nos.environ.get('MAX_JOBS')"),
     "print on a terminal": ("cli/main.py", "print(1)"),
+    "private names in their place": (
+        "host/lightning.py",
+        "from lightning.fabric.utilities.types import _Stateful\nimport torch\ntorch._C.f(x._version)",
+    ),
+    "private names of one's own": (
+        "callbacks/users.py",
+        "class A:\n    def f(self, other):\n        self._x = other._x\n        self.y = other.__class__",
+    ),
+    "private function of Python": ("comm/failure.py", "import os\nos._exit(1)"),
     "escape of a letter": ("layout.py", "x = '\\u00e9'"),
 }
 

@@ -18,16 +18,24 @@ from torch.utils.hooks import RemovableHandle
 from lightning_ptdp.checkpoint.contents import gather_module
 from lightning_ptdp.checkpoint.local_state import LocalState
 from lightning_ptdp.comm.groups import Groups
+from lightning_ptdp.host.lightning import average_of
+from lightning_ptdp.host.torch import buffers_of, parameters_of
 
 
 def split_averages(
     callbacks: Iterable[Callback], module: nn.Module, local: LocalState, groups: Groups
 ) -> RemovableHandle | None:
-    """Leave in every average what this rank owns, with the module's values.
+    """Leave in every averaged copy what this rank owns, with the module's values.
 
-    module: split already.
+    Args:
+        callbacks: the Trainer's, which have copied the whole module.
+        module: split already.
+        local: where what this rank holds lies in the whole.
+        groups: of this rank.
 
-    Returns the handle of a hook on the module, into which these callbacks load whole states during the run.
+    Returns:
+        The handle of a hook on the module, which takes this rank's part of the whole states that these callbacks load
+        into it during the run. None where there is no average.
     """
     copies = list(_averages(callbacks))
     for callback, copy in copies:
@@ -39,9 +47,12 @@ def split_averages(
 
 
 def refused_averages(callbacks: Iterable[Callback], *, shards: bool, has_main_weights: bool) -> list[str]:
-    """Averages that no checkpoint could restore, a sentence each.
+    """Refuse averages that no checkpoint could restore; returns a sentence for each.
 
-    shards: main weights lie in slices. has_main_weights: of the 16-bit weights that are averaged.
+    Args:
+        callbacks: the Trainer's.
+        shards: whether replicas share the main weights out, a slice each.
+        has_main_weights: whether 16-bit weights, which are averaged, have float32 main weights.
     """
     averaging = (WeightAveraging, StochasticWeightAveraging)
     return [
@@ -55,19 +66,18 @@ def refused_averages(callbacks: Iterable[Callback], *, shards: bool, has_main_we
 
 def _averages(callbacks: Iterable[Callback]) -> Iterator[tuple[Callback, nn.Module]]:
     for callback in callbacks:
-        if isinstance(callback, WeightAveraging) and callback._average_model is not None:
-            yield callback, callback._average_model.module
-        elif isinstance(callback, StochasticWeightAveraging) and callback._average_model is not None:
-            yield callback, callback._average_model
+        copy = average_of(callback)
+        if copy is not None:
+            yield callback, copy
 
 
 def _keep_owned(copy: nn.Module, module: nn.Module) -> None:
-    """Remove parameters and buffers that the module has not, and take the values of the others."""
+    """Cut a copy of the whole module: what `module` does not hold goes, and the rest takes its values."""
     if _shapes(copy) == _shapes(module):
         return  # copied after the split
     for name, holder in copy.named_modules(remove_duplicate=False):
         mine = module.get_submodule(name)
-        for held, owned in ((holder._parameters, mine._parameters), (holder._buffers, mine._buffers)):
+        for held, owned in ((parameters_of(holder), parameters_of(mine)), (buffers_of(holder), buffers_of(mine))):
             for leaf in [leaf for leaf in held if leaf not in owned]:
                 del held[leaf]
             for leaf, tensor in held.items():
@@ -82,6 +92,8 @@ def _shapes(module: nn.Module) -> dict[str, torch.Size]:
 
 
 def _gathering(local: LocalState, groups: Groups) -> Any:
+    """A hook after a copy's `state_dict`: the whole state on rank 0, nothing elsewhere. Every rank calls it."""
+
     def gather(_: nn.Module, state: dict[str, Any], prefix: str, __: Any) -> None:
         mine = {key: state.pop(key) for key in list(state) if key.startswith(prefix)}
         found = gather_module({key.removeprefix(prefix): value for key, value in mine.items()}, local, groups)
@@ -91,6 +103,8 @@ def _gathering(local: LocalState, groups: Groups) -> Any:
 
 
 def _cutting(local: LocalState) -> Any:
+    """A hook before a module's `load_state_dict`: takes this rank's part of a whole state."""
+
     def cut(holder: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
         held = dict(holder.named_parameters(remove_duplicate=False)) | dict(
             holder.named_buffers(remove_duplicate=False)

@@ -7,16 +7,18 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.callbacks import Callback
-from torch.utils import _pytree as pytree
 
 from lightning_ptdp.engine.microbatches import num_samples
+from lightning_ptdp.host.torch import pytree
 from lightning_ptdp.loaders.replicas import ghosts, leaves
 
 
 class LoopProgress(Callback):
-    """Knows the batch that is evaluated, and whether it counts on this replica; the first of all callbacks.
+    """Knows the batch that is trained on or evaluated, and whether it counts on this replica.
 
-    num_samples: of the batch that is trained on or evaluated, 0 if it does not count; None outside of batches.
+    It goes first among the Trainer's callbacks, so that the hooks of others find it up to date.
+
+    num_samples: rows of that batch, 0 if it does not count; None outside of batches.
     """
 
     def __init__(self) -> None:
@@ -24,7 +26,14 @@ class LoopProgress(Callback):
         self.num_samples: int | None = None
 
     def _start(self, loaders: Any, batch: Any, batch_idx: int, dataloader_idx: int | None) -> None:
-        """dataloader_idx: None where there is one loader, or one batch of several."""
+        """Note a batch, and whether it counts.
+
+        Args:
+            loaders: the Trainer's collection of them.
+            batch: of one loader, or, where dataloader_idx is None and there are several, a collection of parts.
+            batch_idx: number of the batch in its loader.
+            dataloader_idx: number of the loader; None where there is one, or one batch of several.
+        """
         self.batch_idx, self.dataloader_idx = batch_idx, dataloader_idx or 0
         found = leaves(loaders)
         if dataloader_idx is None and len(found) > 1:
@@ -37,7 +46,7 @@ class LoopProgress(Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Take note."""
+        """Note the batch."""
         self.num_samples = num_samples(batch)
 
     def on_validation_batch_start(
@@ -48,7 +57,7 @@ class LoopProgress(Callback):
         batch_idx: int,
         dataloader_idx: int | None = None,
     ) -> None:
-        """Take note."""
+        """Note the batch."""
         self._start(trainer.val_dataloaders, batch, batch_idx, dataloader_idx)
 
     def on_test_batch_start(
@@ -59,13 +68,13 @@ class LoopProgress(Callback):
         batch_idx: int,
         dataloader_idx: int | None = None,
     ) -> None:
-        """Take note."""
+        """Note the batch."""
         self._start(trainer.test_dataloaders, batch, batch_idx, dataloader_idx)
 
     def on_predict_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Take note."""
+        """Note the batch."""
         self.batch_idx, self.dataloader_idx, self.is_ghost = batch_idx, dataloader_idx, False
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -18,14 +18,20 @@ from lightning_ptdp.loaders.resumable import Position, ResumableLoader
 from lightning_ptdp.random_streams import generators, random_state, set_random_state
 
 KEY = "lightning_ptdp"
-"""Of a checkpoint, under which this lies."""
+"""The key of a checkpoint under which the state of `Resuming` lies."""
 
 
 class Resuming(Callback):
     """Saves a run's random generators and loaders' places, and goes back to them; the same calls on every rank."""
 
     def __init__(self, trainer: pl.Trainer, groups: Groups, device: torch.device, layout: Mapping[str, int]) -> None:
-        """layout: the sizes, by name."""
+        """
+        Args:
+            trainer: whose loaders are meant.
+            groups: of this rank.
+            device: whose random generators are saved, beside those of the host.
+            layout: t, p and so on by name; another one means other ranks.
+        """
         self._trainer, self._groups, self._device, self._layout = trainer, groups, device, dict(layout)
         self.is_set_up = False
         self._random: dict[str, Any] | None = None
@@ -35,7 +41,14 @@ class Resuming(Callback):
     # -- saving ----------------------------------------------------------------------------------------------------
 
     def state(self, seed: int) -> dict[str, Any]:
-        """What goes into a checkpoint, whole on global rank 0. seed: of the named random streams."""
+        """Collect what goes into a checkpoint; every rank calls it, and global rank 0 has that of all.
+
+        Args:
+            seed: of the named random streams.
+
+        Returns:
+            seed, layout; states: the different ones among those of the ranks; ranks: the number of its state, for each.
+        """
         progress, window = self._trainer.fit_loop.epoch_loop.batch_progress, self._trainer.accumulate_grad_batches
         trained, is_over = progress.current.ready, progress.is_last_batch
         if trained % window and not is_over:
@@ -55,9 +68,14 @@ class Resuming(Callback):
     # -- going on --------------------------------------------------------------------------------------------------
 
     def take(self, saved: Mapping[str, Any] | None, seed: int) -> int:
-        """Keep what a checkpoint holds until it is needed; returns the seed of its named streams.
+        """Keep what a checkpoint holds until it is needed.
 
-        saved: None where the checkpoint was written without this package. seed: to go on with then.
+        Args:
+            saved: what `state` returned; None if the checkpoint was written without this package.
+            seed: what to return then.
+
+        Returns:
+            The seed of the checkpoint's named random streams.
         """
         if saved is None:
             return seed
@@ -72,7 +90,7 @@ class Resuming(Callback):
                 f"the generators of torch, NumPy and Python start afresh under {self._layout}: in the checkpoint, "
                 f"saved under {saved['layout']}, each rank has its own; dropout's seed and the loaders' places go on"
             )
-        for loader in self._loaders():  # made by configure_optimizers, which asked for a length
+        for loader in self._loaders():  # they are there if configure_optimizers asked for their length
             self._place(loader)
             if loader.is_of_other_length:
                 rank_zero_warn(
@@ -83,7 +101,7 @@ class Resuming(Callback):
         return int(saved["seed"])
 
     def resumable(self, loader: object, warn: Callable[[str], None]) -> ResumableLoader:
-        """A training loader that starts where the checkpoint left it."""
+        """Wrap a training loader, so that it starts where the checkpoint left it."""
         ready = ResumableLoader(
             loader,
             num_replicas=self._groups.topology.data_parallel_size,
@@ -95,19 +113,22 @@ class Resuming(Callback):
         return ready
 
     def restore(self) -> None:
-        """Put the generators where they stood, once."""
+        """Put the random generators where the checkpoint found them; a second call does nothing."""
         if self._random is not None:
             set_random_state(self._random, self._device)
             self._random = None
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Let Lightning count batches anew after an epoch whose rest was dealt to another number of replicas."""
+        """Let the Trainer count the batches again, if the rest of an epoch is dealt to another number of replicas.
+
+        It counts when it makes loaders again, so it is told to do that at this epoch.
+        """
         if any(loader.is_of_other_length for loader in self._loaders()):
             options: Any = trainer  # where Lightning's connector sets it
             self._reloads, options.reload_dataloaders_every_n_epochs = options.reload_dataloaders_every_n_epochs, 1
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Undo that; Lightning has counted."""
+        """Give the Trainer its own setting back: it has counted the batches by now."""
         if self._reloads is not None:
             options: Any = trainer
             options.reload_dataloaders_every_n_epochs, self._reloads = self._reloads, None

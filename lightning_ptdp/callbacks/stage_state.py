@@ -31,6 +31,8 @@ from torch import Tensor, nn
 
 from lightning_ptdp.comm.collectives import broadcast_object
 from lightning_ptdp.comm.groups import Groups
+from lightning_ptdp.host.lightning import LATE_ATTRIBUTES
+from lightning_ptdp.host.torch import version_of
 
 _SCALARS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 _SEQUENCES = (list, tuple, set, frozenset, deque)
@@ -102,12 +104,16 @@ def state_of(module: pl.LightningModule) -> dict[str, Any]:
 
 @functools.cache
 def _lightnings_own() -> frozenset[str]:
-    return frozenset(vars(pl.LightningModule())) | {"log", "_hparams", "_hparams_name", "_hparams_initial"}
+    return frozenset(vars(pl.LightningModule())) | LATE_ATTRIBUTES
 
 
 @dataclass(frozen=True)
 class Trace:
-    """Equal for a value that did not change. held: what the tokens name by identity, so that no identity is reused."""
+    """What a value looked like; two traces are equal if it did not change.
+
+    tokens: plain values, and the identities and counts of edits of what lies within. held: what is named by identity,
+    kept so that no identity is reused.
+    """
 
     tokens: list[Any]
     held: list[Any] = field(compare=False)
@@ -118,7 +124,7 @@ class _NotPlainError(Exception):
 
 
 def trace(value: Any) -> Trace:
-    """What to compare a value by, later."""
+    """Take down what a value looks like, to compare it by later."""
     found = Trace([], [])
     _trace(value, found, set(), within_object=False)
     return found
@@ -134,7 +140,8 @@ def _trace(value: Any, found: Trace, seen: set[int], *, within_object: bool) -> 
         return
     seen.add(id(value))
     if isinstance(value, Tensor):
-        found.tokens.append(object() if value.is_inference() else value._version)  # the former keep no count of edits
+        # Inference tensors keep no count of edits, and are taken for changed.
+        found.tokens.append(object() if value.is_inference() else version_of(value))
     elif isinstance(value, np.ndarray):
         found.tokens.append(object() if value.dtype.hasobject else value.tobytes())
     elif isinstance(value, Mapping):
@@ -169,7 +176,7 @@ def _trace_object(value: Any, found: Trace, seen: set[int], *, within_object: bo
 
 
 def changes(before: Mapping[str, Trace], now: Mapping[str, Any]) -> dict[str, Any]:
-    """Values that are new or differ from their trace; `Parcel.GONE` for those that are no more."""
+    """Find the values that are new or differ from their trace; `Parcel.GONE` stands for those that are no more."""
     changed = {name: value for name, value in now.items() if name not in before or trace(value) != before[name]}
     return changed | {name: Parcel.GONE for name in before if name not in now}
 
@@ -264,7 +271,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _members(values: Iterable[Any]) -> Iterator[tuple[int, Any]]:
-    """Tensors that need no copy, by identity: those in sequences, to which steps add, and those with a graph."""
+    """Tensors that need no copy, by identity: members of sequences, which steps extend, and those with a graph."""
     for value in values:
         if isinstance(value, Tensor) and value.grad_fn is not None:
             yield id(value), value

@@ -20,7 +20,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-_STOP, _SIGNAL, _SIGNAL_SAVED = 1, 2, 3  # what ranks ask for; the greatest holds
+_STOP, _SIGNAL, _SIGNAL_SAVED = 1, 2, 3  # what a rank asks for; of all ranks the greatest holds
 
 
 class StopTogether(Callback):
@@ -31,13 +31,13 @@ class StopTogether(Callback):
     """
 
     def __init__(self, saved_on: Sequence[int] = ()) -> None:
-        """saved_on: signals on which a checkpoint is saved first."""
+        """saved_on: signals on which a checkpoint is saved before training ends."""
         self._saved_on = frozenset(saved_on)
         self._earlier: dict[int, Any] = {}
         self._asked = 0
 
     def watch(self) -> None:
-        """Take note of who handles the signals, before Lightning does."""
+        """Note who handles the signals, before Lightning does."""
         self._asked = 0
         if threading.current_thread() is threading.main_thread():
             self._earlier = {number: signal.getsignal(number) for number in {signal.SIGTERM, *self._saved_on}}
@@ -66,16 +66,16 @@ class StopTogether(Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Agree."""
+        """Let all ranks stop if one asked for it."""
         is_whole_step = (batch_idx + 1) % trainer.accumulate_grad_batches == 0 or trainer.is_last_batch
         self._agree(trainer, heeds_signals=is_whole_step)
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Agree."""
+        """Let all ranks stop if one asked for it."""
         self._agree(trainer)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Agree."""
+        """Let all ranks stop if one asked for it."""
         self._agree(trainer)
 
     def _listen(self) -> None:
@@ -87,7 +87,7 @@ class StopTogether(Callback):
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
     def _take(self, number: int, frame: FrameType | None) -> None:
-        """Remember it; another ends the process at once."""
+        """Handle a signal: remember it until the ranks agree. The same once more ends the process at once."""
         self._asked = max(self._asked, _SIGNAL_SAVED if number in self._saved_on else _SIGNAL)
         signal.signal(number, signal.SIG_DFL)
         earlier = self._earlier[number]
@@ -111,7 +111,7 @@ class StopTogether(Callback):
 
 
 def _path_for_signals(trainer: pl.Trainer) -> Path:
-    """Where `ckpt_path="last"` looks, if the run has a ModelCheckpoint."""
+    """A path beside the run's checkpoints, where `ckpt_path="last"` looks, or in its root without a ModelCheckpoint."""
     for callback in trainer.checkpoint_callbacks:
         if isinstance(callback, ModelCheckpoint) and callback.dirpath is not None:
             return Path(callback.dirpath, f"{callback.CHECKPOINT_NAME_LAST}-signal{callback.FILE_EXTENSION}")

@@ -4,48 +4,38 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelSummary
 
-from lightning_ptdp.callbacks.users import callbacks_of
+from lightning_ptdp.host.lightning import KeptSummary, callbacks_of, pin_summary, summary_by, summary_depth
 
 _SUMMARIES = "_ptdp_summaries"
 
 
-class _Summary:
-    """A module's summary, worked out while the module was whole."""
-
-    def __init__(self, summary: Any) -> None:
-        self._data = summary._get_summary_data()
-        self.total_parameters = summary.total_parameters
-        self.trainable_parameters = summary.trainable_parameters
-        self.model_size = summary.model_size
-        self.total_training_modes = summary.total_training_modes
-        self.total_flops = summary.total_flops
-
-    def _get_summary_data(self) -> Any:
-        return self._data
-
-
 def pin_summaries(trainer: pl.Trainer, module: pl.LightningModule, *, is_whole: bool) -> bool:
-    """Let summary callbacks describe the whole module, not this rank's part; returns whether there are any.
+    """Let summary callbacks describe the whole module, not this rank's part.
 
-    is_whole: False for a module that an earlier run has split: its summary is the one that was worked out then, of the
-    same depth where there was one.
+    Args:
+        trainer: whose callbacks are meant.
+        module: the user's.
+        is_whole: False for a module that an earlier run has split. Its summaries are those that were worked out then,
+            of the same depth if there is one.
+
+    Returns:
+        Whether there are summary callbacks that show anything.
     """
-    known: dict[int, _Summary] = module.__dict__.setdefault(_SUMMARIES, {})
+    known: dict[int, KeptSummary] = module.__dict__.setdefault(_SUMMARIES, {})
     active = [
-        callback for callback in callbacks_of(trainer) if isinstance(callback, ModelSummary) and callback._max_depth
+        callback for callback in callbacks_of(trainer) if isinstance(callback, ModelSummary) and summary_depth(callback)
     ]
     for callback in active:
         if is_whole:
             with _runnable_or_silent(module):
-                known[callback._max_depth] = _Summary(callback._summary(trainer, module))
-        summary = known.get(callback._max_depth, next(iter(known.values()), None))
+                known[summary_depth(callback)] = KeptSummary(summary_by(callback, trainer, module))
+        summary = known.get(summary_depth(callback), next(iter(known.values()), None))
         if summary is not None:
-            callback._summary = lambda *_, summary=summary: summary  # type: ignore[method-assign]
+            pin_summary(callback, summary)
     return bool(active)
 
 

@@ -22,6 +22,8 @@ from lightning.pytorch.callbacks import (
 )
 from torch import nn
 
+from lightning_ptdp.host.lightning import callbacks_of, has_restored_schedule, throughputs_of, unpin_summary
+from lightning_ptdp.host.torch import BatchNorm
 from lightning_ptdp.topology import Topology
 
 WholeModel = Callable[[], AbstractContextManager[None]]
@@ -29,18 +31,12 @@ WholeModel = Callable[[], AbstractContextManager[None]]
 _DTYPES = {"64": torch.float64, "32": torch.float32, "bf": torch.bfloat16, "16": torch.float16}
 
 
-def callbacks_of(trainer: pl.Trainer) -> list[Callback]:
-    """The Trainer's callbacks; the list itself."""
-    found: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by Lightning's connector
-    return found
-
-
 def refused_callbacks(callbacks: Iterable[Callback], module: nn.Module, topology: Topology) -> list[str]:
-    """Callbacks that cannot give the result of one process, a sentence each."""
+    """Refuse callbacks that cannot give the result of one process; returns a sentence for each."""
     if topology.world_size == 1:
         return []
     is_split = topology.replica_size > 1
-    has_batch_norm = any(isinstance(child, nn.modules.batchnorm._BatchNorm) for child in module.modules())
+    has_batch_norm = any(isinstance(child, BatchNorm) for child in module.modules())
     return [
         fault
         for callback in callbacks
@@ -49,9 +45,11 @@ def refused_callbacks(callbacks: Iterable[Callback], module: nn.Module, topology
 
 
 def refused_in_background(callbacks: Iterable[Callback], *, saves_files: bool) -> list[str]:
-    """What cannot be with async_checkpoint=True, a sentence each.
+    """Refuse what async_checkpoint=True cannot do; returns a sentence for each.
 
-    saves_files: whether a checkpoint is one ordinary file, or goes through a CheckpointIO.
+    Args:
+        callbacks: the Trainer's.
+        saves_files: whether a checkpoint is one ordinary file, or goes through a CheckpointIO.
     """
     faults = []
     if saves_files:
@@ -110,30 +108,34 @@ def release(callbacks: Iterable[Callback]) -> None:
         if isinstance(callback, BaseFinetuning):
             callback.__dict__.pop("on_train_epoch_start", None)
         elif isinstance(callback, ModelSummary):
-            callback.__dict__.pop("_summary", None)
+            unpin_summary(callback)
 
 
 def tell_restored(trainer: pl.Trainer, module: pl.LightningModule, whole_model: WholeModel) -> None:
-    """Tell callbacks that look at their restored state when a fit begins: here it is restored after that."""
+    """Run `on_fit_start` again for callbacks that read their restored state in it: here it is restored after that."""
     for callback in callbacks_of(trainer):
         if isinstance(callback, BaseFinetuning):
             with whole_model():
                 callback.on_fit_start(trainer, module)
         elif isinstance(callback, Timer):
             callback.on_fit_start(trainer, module)
-        elif isinstance(callback, StochasticWeightAveraging) and callback._scheduler_state is not None:
+        elif isinstance(callback, StochasticWeightAveraging) and has_restored_schedule(callback):
             trainer.lr_scheduler_configs.clear()  # its own schedule follows, and is restored by itself
 
 
 def count_replicas(callbacks: Iterable[Callback], topology: Topology, device: torch.device, precision: str) -> None:
     """Let throughput callbacks take a replica for a device: the ranks of one replica see the same samples.
 
-    precision: as the Trainer spells it; the peak rate of a device depends on it.
+    Args:
+        callbacks: the Trainer's.
+        topology: t * p devices are a replica.
+        device: whose peak rate in FLOP/s is looked up.
+        precision: as the Trainer spells it; the peak rate depends on it.
     """
     available = get_available_flops(device, _DTYPES[precision[:2]])
     for callback in callbacks:
         if isinstance(callback, ThroughputMonitor):
             callback.available_flops = None if available is None else available * topology.replica_size
-            for throughput in callback._throughputs.values():
+            for throughput in throughputs_of(callback):
                 throughput.world_size = topology.data_parallel_size
                 throughput.available_flops = callback.available_flops

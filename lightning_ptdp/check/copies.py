@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lightning_ptdp.check.dropout import without_recurrent_dropout
 from lightning_ptdp.engine.microbatches import map_tensors
+from lightning_ptdp.host.lightning import trainer_of
 from lightning_ptdp.own_class import put_on
 
 CPU = torch.device("cpu")
@@ -49,7 +50,7 @@ class Original:
         if self.dtype is not None:
             made.to(self.dtype)
         made.zero_grad()
-        trainer = getattr(self.module, "_trainer", None)
+        trainer = trainer_of(self.module)
         if trainer is not None:
             made.trainer = trainer
         for child in made.modules():

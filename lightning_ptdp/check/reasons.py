@@ -14,6 +14,7 @@ from lightning_ptdp.check.copies import Original
 from lightning_ptdp.check.report import patterns
 from lightning_ptdp.check.runs import SplitRun, WholeRun, run_split, run_whole
 from lightning_ptdp.config import ParallelConfig, micro_batch_size
+from lightning_ptdp.host.torch import BatchNorm
 from lightning_ptdp.layout import lay_out
 from lightning_ptdp.topology import Topology
 
@@ -147,7 +148,7 @@ def _why_cutting_differs(trial: Trial, whole: WholeRun, split: SplitRun) -> str:
 
 
 def _normalises_over_rows(module: nn.Module) -> bool:
-    return isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training
+    return isinstance(module, BatchNorm) and module.training
 
 
 # -- tensor peers ------------------------------------------------------------------------------------------------------

@@ -9,7 +9,8 @@ from typing import Any
 import numpy
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
+
+from lightning_ptdp.host.torch import pytree
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,8 @@ from lightning_ptdp.comm.groups import Groups
 class Contents:
     """What this rank contributes to a checkpoint.
 
-    tensors, objects: that it writes, and no other rank. rest: everything else, of which rank 0's counts.
-    order: of names in the plain model.
+    tensors, objects: those that this rank writes, and no other. rest: everything else; rank 0's is saved.
+    order: the names of the plain model, in its order.
     """
 
     tensors: Mapping[Keys, Placed]
@@ -30,7 +30,7 @@ class Contents:
     order: Sequence[str]
 
     def copied(self) -> Contents:
-        """The same on the host, in memory of its own."""
+        """A copy in host memory of its own, which training does not change."""
         tensors = {keys: placed.copied() for keys, placed in self.tensors.items()}
         return replace(
             self, tensors=tensors, objects=copy.deepcopy(dict(self.objects)), rest=copy.deepcopy(dict(self.rest))
@@ -63,13 +63,13 @@ def _is_of_the_model(value: Any, names: Sequence[str]) -> bool:
 
 
 def gather_module(state: Mapping[str, Any], local: LocalState, groups: Groups) -> dict[str, Any]:
-    """A whole state of the module in the memory of rank 0, of the parts of all; empty elsewhere."""
+    """Gather a whole state of the module from the parts of all ranks, in the memory of rank 0; empty elsewhere."""
     tensors, objects = share_out(*local.module_entries(state), groups)
     return gather_whole(tensors, objects, lambda values: _in_order(values, "model", local.names))
 
 
 def plain_checkpoint(rest: Mapping[str, Any], order: Sequence[str], values: Mapping[Keys, Any]) -> dict[str, Any]:
-    """The nested dict of one process, of all values by their keys: an optimizer's parameters have numbers there."""
+    """Nest values by their keys, as a checkpoint of one process does: numbers stand for an optimizer's parameters."""
     checkpoint = {**rest, "state_dict": _in_order(values, "model", order)}
     others = {str(keys[0]) for keys in values if keys[0] != "model" and len(keys) == 2 and keys[1] in order}
     checkpoint |= {top: _in_order(values, top, order) for top in sorted(others)}

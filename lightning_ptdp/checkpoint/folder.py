@@ -50,6 +50,7 @@ from lightning_ptdp.checkpoint.errors import CheckpointError, DamagedFileError, 
 from lightning_ptdp.checkpoint.rectangles import Placed, Size
 from lightning_ptdp.checkpoint.stored_tensor import read_tensor
 from lightning_ptdp.checkpoint.whole_or_absent import files
+from lightning_ptdp.host.torch import slice_of
 
 META = "meta.pt"
 METADATA = ".metadata"
@@ -74,7 +75,7 @@ def is_folder(path: str | Path) -> bool:
 
 
 class _SavePlanner(dcp.DefaultSavePlanner):
-    """Plans what this rank writes. order: of names in the plain model."""
+    """Plans what this rank writes. order: the names of the plain model, in its order."""
 
     def __init__(self, tensors: Mapping[Keys, Placed], objects: Mapping[Keys, Any], order: Sequence[str]) -> None:
         super().__init__()
@@ -138,10 +139,17 @@ def write(
     group: ProcessGroup,
     what: str,
 ) -> dict[str, list[int]]:
-    """Write this rank's share; every rank of the group calls it. Returns the checksums of the files it wrote.
+    """Write this rank's part of a checkpoint; every rank of the group calls it.
 
-    tensors, objects: that this rank writes, and no other. order: of names in the plain model. what: has failed, where
-    something has.
+    Args:
+        folder: made by one rank, for all.
+        tensors, objects: those that this rank writes, and no other.
+        order: the names of the plain model, in its order.
+        group: the ranks that write.
+        what: what has failed, in words, if something does.
+
+    Returns:
+        The checksums of the files that this rank wrote, by their names.
 
     Raises:
         CheckpointError: on every rank, when one of them failed.
@@ -332,9 +340,9 @@ class _Reader(dcp.FileSystemReader):
         for file, items in files.items():
             with self.fs.create_stream(self.fs.concat_path(self.path, file), "rb") as stream:
                 for item in sorted(items, key=lambda item: int(self.storage_data[item.storage_index].offset)):
-                    part = self._slice_file(stream, self.storage_data[item.storage_index])
+                    part = slice_of(self, stream, self.storage_data[item.storage_index])
                     target = planner.resolve_tensor(item).detach()
-                    read_tensor(part, item.storage_offsets, target)  # type: ignore[arg-type]
+                    read_tensor(part, item.storage_offsets, target)
                     planner.commit_tensor(item, target)
         return super().read_data(LoadPlan(others), planner)
 

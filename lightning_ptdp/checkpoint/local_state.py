@@ -37,15 +37,20 @@ class LocalState:
         names: Sequence[str],
         shards: Mapping[str, Shard],
     ) -> None:
-        """names: of the plain module's state, in order. shards: of what tensor peers split, by name."""
+        """
+        Args:
+            groups: of this rank.
+            names: what the plain module's state dict holds, in order.
+            shards: how tensor peers split a tensor, by name; others are whole on each.
+        """
         self._groups, self.names, self._shards = groups, tuple(names), shards
         self.trained: dict[str, Place | Run] = {}
-        """Where what this rank's optimizers step lies, by name."""
+        """By name, where the tensor lies that this rank's optimizers step for a parameter."""
         self.main_weights: frozenset[str] = frozenset()
-        """Names under which a state of the module holds what optimizers step, in place of its own weights."""
+        """Names under which a state of the module holds what optimizers step, not the module's own weight."""
 
     def place(self, name: str, shape: Sequence[int]) -> Place:
-        """Where the local tensor of this name lies. shape: of the local tensor."""
+        """Where the local tensor of this name, and of this local shape, lies in the whole."""
         shard = self._shards.get(name)
         if shard is None or len(shape) <= shard.dim:
             return Place.whole(tuple(shape))
@@ -81,7 +86,7 @@ class LocalState:
         return {**tensors, **strange, **found}
 
     def read_other(self, folder: Folder, top: str, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Another state of the module in a checkpoint, under the first key `top`, what this rank holds of it."""
+        """Read this rank's part of another state of the module in a checkpoint, under the first key `top`."""
         stored = {str(name): found for (name,), found in folder.tensors(top).items() if name in state}
         places = {name: self._place_in_module(name, state[name]) for name in stored}
         tensors = {name: torch.empty(places[name].shape, dtype=found.dtype) for name, found in stored.items()}
@@ -90,7 +95,7 @@ class LocalState:
         return {**tensors, **{str(keys[1]): value for keys, value in found.items()}}
 
     def take_module(self, given: Mapping[str, Any], state: Mapping[str, Any]) -> dict[str, Any]:
-        """What this rank holds of a state that is given whole, or as `read_module` returned it."""
+        """Take this rank's part of a state that is given whole, or as `read_module` returned it."""
         return {
             name: _fitted(given[name], self._place_in_module(name, held)) if isinstance(held, Tensor) else given[name]
             for name, held in state.items()
@@ -110,9 +115,15 @@ class LocalState:
     def optimizer_state(
         self, optimizer: Optimizer, names: GroupNames, name_of: Mapping[nn.Parameter, str]
     ) -> dict[str, Any]:
-        """The state by name, what this rank holds of it, and the groups with the whole model's names.
+        """This rank's part of an optimizer's state, with names in place of parameters.
 
-        names: of the whole model's parameters. name_of: the parameters that the optimizer holds here.
+        Args:
+            optimizer: holds this rank's part of the parameters.
+            names: for each group, the whole model's parameters in it.
+            name_of: names the parameters that the optimizer holds here.
+
+        Returns:
+            "state": by name. "param_groups": with the names of the whole model.
         """
         members = [p for group in optimizer.param_groups for p in group["params"] if p in optimizer.state]
         return {
@@ -140,7 +151,7 @@ class LocalState:
         return placed, {**objects, (top, "param_groups"): state["param_groups"]}
 
     def _placed_state(self, name: str, tensor: Tensor) -> Placed | None:
-        """Of an optimizer's tensor; None where another replica has it."""
+        """Where an optimizer's tensor lies; None for one that the replica with the first slice saves for all."""
         trained = self.trained[name]
         if tuple(tensor.shape) == trained.shape:
             return trained.of(tensor)
@@ -154,7 +165,7 @@ class LocalState:
         )
 
     def read_optimizer(self, folder: Folder, number: int) -> dict[str, Any]:
-        """The state of optimizer `number` in a checkpoint, what this rank holds of it."""
+        """Read this rank's part of the state of optimizer `number` in a checkpoint."""
         top = f"optimizer_{number}"
         state: dict[str, dict[str, Any]] = {}
         placed: dict[Keys, Placed] = {}
@@ -177,7 +188,7 @@ class LocalState:
     def take_optimizer(
         self, given: Mapping[str, Any], optimizer: Optimizer, names: GroupNames, name_of: Mapping[nn.Parameter, str]
     ) -> dict[str, Any]:
-        """A given state, whole or as `read_optimizer` returned it, as the optimizer's `load_state_dict` takes it here.
+        """Turn a state, whole or as `read_optimizer` returned it, into one for this rank's `load_state_dict`.
 
         Raises:
             ValueError: its groups do not have the members of this optimizer's.
@@ -198,7 +209,7 @@ class LocalState:
 
 
 def _fitted(value: Any, place: Place | Run) -> Any:
-    """The local part of a value that is given whole; others as they are."""
+    """The local part of a tensor that is given whole; anything else as it is."""
     if not isinstance(value, Tensor) or tuple(value.shape) != place.size or place.size == place.shape:
         return value
     local = value.new_empty(place.shape)

@@ -40,10 +40,15 @@ def read_pretrained(
 ) -> dict[str, Any]:
     """Fill this rank's tensors of the module's only Hugging Face model; every rank of the world calls it.
 
-    aliases: all names of the plain module's parameter, by each. Without such a model the files have the module's own
-    names.
+    Args:
+        path: of a safetensors file, or of a folder of them.
+        module: split. Without a Hugging Face model in it, the files have to have the module's own names.
+        local: where what this rank holds lies in the whole.
+        aliases: for each parameter name of the plain module, all names of the same parameter.
+        world: the group of all ranks.
 
-    Returns the module's state, without what the files have no tensor for; what is not of the model is as it was.
+    Returns:
+        The module's state, without what the files have no tensor for; what is not of the model is as it was.
 
     Raises:
         RuntimeError: on every rank, when a file is missing or damaged, names or a size differ, or several models are
@@ -84,7 +89,7 @@ def read_pretrained(
 
 
 def _names_of_model(module: nn.Module) -> tuple[str, str]:
-    """What names of the model begin with in the module, and in files of models that have it as their base."""
+    """Prefixes of the model's names: in the module, and in files of a model that has it as its base."""
     models = models_of(module)
     if len(models) > 1:
         raise ValueError(
@@ -97,6 +102,6 @@ def _names_of_model(module: nn.Module) -> tuple[str, str]:
 
 
 def _stored_name(names: Iterable[str], base: str, stored: Mapping[str, Any]) -> str | None:
-    """What the files call a tensor of these names: a model's file may name its base model, and a base's does not."""
+    """Find a tensor of these names in files, whose names may begin with the base model's, or may leave it out."""
     candidates = [other for name in names for other in (name, base + name, name.removeprefix(base))]
     return next((name for name in candidates if name in stored), None)

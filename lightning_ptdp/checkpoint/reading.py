@@ -70,7 +70,7 @@ def contents(folder: Folder, *, optimizers: bool) -> tuple[dict[Keys, Stored], l
 
 
 def names_of(folder: Folder) -> list[str]:
-    """Of the tensors in the plain model, in order."""
+    """The names of the tensors in the plain model, in its order."""
     return [str(keys[0]) for keys in folder.tensors("model")]
 
 

@@ -20,7 +20,7 @@ Size = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Rectangle:
-    """A box of the whole tensor. offset: of its first element, a number for each dim. view: of local memory."""
+    """A box of the whole tensor. offset: index of its first element there. view: its values, in local memory."""
 
     offset: Size
     view: Tensor
@@ -30,8 +30,8 @@ class Rectangle:
 class Placed:
     """What a rank holds of a tensor.
 
-    size: of the whole. rectangles: disjoint; none where the rank holds nothing. on_tensor_peers, on_replicas: whether
-    those ranks hold the same.
+    size: shape of the whole. rectangles: disjoint; none where the rank holds nothing. on_tensor_peers, on_replicas:
+    whether those ranks hold the same.
     """
 
     size: Size
@@ -52,7 +52,7 @@ class Placed:
 
 @dataclass(frozen=True, slots=True)
 class _Box:
-    """The same box in the whole tensor and in the local one. offset, local: of its first element."""
+    """A box in the whole tensor and in the local one. offset, local: index of its first element in each."""
 
     offset: Size
     local: Size
@@ -61,7 +61,7 @@ class _Box:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a local tensor lies in the whole. size: of the whole. shape: of the local tensor."""
+    """Where a local tensor lies in the whole. size: shape of the whole. shape: that of the local tensor."""
 
     size: Size
     shape: Size
@@ -70,12 +70,12 @@ class Place:
 
     @classmethod
     def whole(cls, size: Size) -> Place:
-        """Of a tensor that the rank holds whole."""
+        """The place of a tensor that the rank holds whole."""
         return cls(size, size, (_Box((0,) * len(size), (0,) * len(size), size),), on_tensor_peers=True)
 
     @classmethod
     def sharded(cls, shape: Size, shard: Shard, rank: int, size: int) -> Place:
-        """Of the local tensor, of `shape`, of tensor rank `rank` of `size`."""
+        """The place of a local tensor of `shape`, on tensor rank `rank` of `size`."""
         boxes, start = [], 0
         for piece in shard.pieces(rank, size):
             if piece.length:
@@ -88,12 +88,12 @@ class Place:
         return cls(tuple(whole), shape, tuple(boxes), on_tensor_peers=False)
 
     def of(self, local: Tensor) -> Placed:
-        """A local tensor that lies here."""
+        """Put a local tensor here."""
         found = tuple(Rectangle(box.offset, part(local, box.local, box.extent)) for box in self.boxes)
         return Placed(self.size, found, self.on_tensor_peers)
 
     def run(self, start: int, length: int) -> Run:
-        """Of the elements `start` .. `start + length - 1` of the flattened local tensor."""
+        """The place of the elements `start` .. `start + length - 1` of the flattened local tensor."""
         return Run(self, start, length)
 
 
@@ -107,16 +107,16 @@ class Run:
 
     @property
     def size(self) -> Size:
-        """Of the whole."""
+        """The shape of the whole."""
         return self.place.size
 
     @property
     def shape(self) -> Size:
-        """Of the run."""
+        """The shape of the run: its length."""
         return (self.length,)
 
     def of(self, run: Tensor) -> Placed:
-        """A run that lies here."""
+        """Put a run of elements here."""
         found, taken = [], 0
         for corner, extent in _boxes_of_run(self.place.shape, self.start, self.start + self.length):
             values = run[taken : taken + math.prod(extent)].view(extent)

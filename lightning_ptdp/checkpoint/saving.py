@@ -28,8 +28,12 @@ def save_folder(
 ) -> None:
     """Save a checkpoint; every rank of the group calls it, and it is whole for all when it returns.
 
-    tensors, objects: that this rank writes, and no other. meta: everything else, of the group's first rank.
-    order: of names in the plain model.
+    Args:
+        path: of the folder.
+        tensors, objects: those that this rank writes, and no other.
+        meta: everything else; that of the group's first rank is saved.
+        order: the names of the plain model, in its order.
+        group: the ranks that write.
 
     Raises:
         CheckpointError: on every rank, when one of them failed; what was there before is untouched.
@@ -66,7 +70,10 @@ def _leaving_nothing(path: Path, group: ProcessGroup) -> Iterator[None]:
 def verify(path: Path, group: ProcessGroup, *, contents: bool) -> None:
     """Check every file of a checkpoint folder against its manifest, each rank some of them.
 
-    contents: as well as sizes; a `Folder` checks those that it reads.
+    Args:
+        path: of the folder.
+        group: the ranks that check.
+        contents: whether contents are read and compared, too; a `Folder` does it for what it reads.
 
     Raises:
         CheckpointError: on every rank, with what is wrong.

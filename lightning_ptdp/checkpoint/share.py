@@ -16,9 +16,16 @@ Name = TypeVar("Name", bound=Hashable)
 def share_out(
     tensors: Mapping[Name, Placed], objects: Mapping[Name, Any], groups: Groups
 ) -> tuple[dict[Name, Placed], dict[Name, Any]]:
-    """What this rank writes of all that it holds; every rank of the world calls it.
+    """Choose what this rank writes of all that it holds; every rank of the world calls it.
 
     Of pipeline ranks that hold the same name, one writes; of its tensor peers and replicas, the one with least to do.
+
+    Args:
+        tensors, objects: all that this rank holds, by name.
+        groups: of this rank.
+
+    Returns:
+        The tensors and objects that this rank writes, and no other.
     """
     holders = gather_objects(list(tensors), groups.pipeline)
     earlier = {name for names in holders[: groups.pipeline.rank()] for name in names}
@@ -35,7 +42,10 @@ def share_out(
 
 
 class _Writers:
-    """Gives each tensor to the ranks with least to do; peers find the same, since they look at whole sizes."""
+    """Decides which of the ranks that hold a tensor writes it: the one with the fewest elements to write so far.
+
+    All of them decide alike without a message, because each counts the elements of whole tensors, in the same order.
+    """
 
     def __init__(self, t: int, d: int) -> None:
         self._everywhere = [[0.0] * t for _ in range(d)]
@@ -43,7 +53,12 @@ class _Writers:
         self._on_peers = [0.0] * t
 
     def takes(self, placed: Placed, tensor: int, data: int) -> bool:
-        """Whether this rank of those that hold the tensor writes it."""
+        """Whether this rank, of those that hold a tensor, writes it.
+
+        Args:
+            placed: where the tensor lies.
+            tensor, data: the place of this rank among its tensor peers, and its replicas.
+        """
         numel = math.prod(placed.size)
         if placed.on_tensor_peers and placed.on_replicas:
             _, r, i = min((load, r, i) for r, row in enumerate(self._everywhere) for i, load in enumerate(row))
@@ -55,7 +70,7 @@ class _Writers:
 
 
 def _next(load: list[float], amount: int) -> int:
-    """The one with least, which gets more."""
+    """The index of the least load, which grows by `amount`."""
     i = load.index(min(load))
     load[i] += amount
     return i

@@ -16,7 +16,6 @@ from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_ptdp.checkpoint import whole_or_absent
 from lightning_ptdp.checkpoint.errors import naming
@@ -24,6 +23,7 @@ from lightning_ptdp.checkpoint.folder import Keys, Stored
 from lightning_ptdp.checkpoint.rectangles import Placed, Size, part
 from lightning_ptdp.comm.collectives import gather_objects, receive_from, send_to
 from lightning_ptdp.comm.groups import world
+from lightning_ptdp.host.torch import FakeTensorMode, offset_in_file
 
 _BLOCK = 1 << 24  # bytes that are sent at once
 
@@ -34,7 +34,7 @@ Assemble = Callable[[Values], dict[str, Any]]
 
 @dataclass(frozen=True)
 class _Outline:
-    """A tensor that ranks hold together. pieces: rank, offset and size of each."""
+    """A tensor that ranks hold together. pieces: for each, its rank, offset in the whole, and size."""
 
     size: Size
     dtype: torch.dtype
@@ -44,7 +44,10 @@ class _Outline:
 def save_file(path: Path, tensors: Mapping[Keys, Placed], objects: Mapping[Keys, Any], assemble: Assemble) -> None:
     """Write one file on rank 0; every rank of the world calls it.
 
-    tensors, objects: that this rank contributes, and no other.
+    Args:
+        path: of the file.
+        tensors, objects: those that this rank contributes, and no other.
+        assemble: nests values by their keys to a checkpoint.
     """
     outlines, others = _outlines(tensors, objects)
     gathered = _gathered(outlines, tensors)
@@ -103,7 +106,7 @@ def gather_whole(tensors: Mapping[Keys, Placed], objects: Mapping[Keys, Any], as
 
 
 def _outlines(tensors: Mapping[Keys, Placed], objects: Mapping[Keys, Any]) -> tuple[dict[Keys, _Outline], Values]:
-    """What all ranks hold together, the same on each, and the objects."""
+    """Describe what all ranks hold together, alike on each; and collect the objects."""
     mine = [
         (keys, placed.size, [(r.offset, tuple(r.view.shape), r.view.dtype) for r in placed.rectangles])
         for keys, placed in tensors.items()
@@ -134,7 +137,7 @@ def _gathered(outlines: Mapping[Keys, _Outline], tensors: Mapping[Keys, Placed])
 
 
 def _whole(outline: _Outline, views: Mapping[Size, Tensor]) -> Tensor:
-    """A tensor of rank 0's own views, and of what others send."""
+    """Put a tensor together from rank 0's own views and from what others send."""
     whole = torch.empty(outline.size, dtype=outline.dtype)
     for rank, offset, extent in outline.pieces:
         place = part(whole, offset, extent)
@@ -176,8 +179,8 @@ def _write_without_values(path: Path, checkpoint: dict[str, Any]) -> list[tuple[
 
 
 def _offset_of(tensor: Tensor) -> int:
-    """Of its storage in the file it was loaded from; PyTorch notes it on storages without values."""
-    offset = tensor.untyped_storage()._checkpoint_offset
+    """The byte at which a tensor's storage begins in the file that it was loaded from, without values."""
+    offset = offset_in_file(tensor.untyped_storage())
     assert offset is not None, "loaded without values"
     return int(offset)
 

@@ -25,7 +25,7 @@ LoadWhole = Callable[[], dict[str, Any]]
 
 
 class Store:
-    """Every rank of the world calls its methods, with the same paths."""
+    """Saves, loads and deletes checkpoints; every rank of the world calls its methods, with the same paths."""
 
     def __init__(self, world: ProcessGroup) -> None:
         self._world = world
@@ -79,10 +79,15 @@ class Store:
         *,
         weights_only: bool | None,
     ) -> dict[str, Any]:
-        """A checkpoint with this rank's part of the state, or, of one file, the whole.
+        """Load a checkpoint: of a folder this rank's part of the state, of one file the whole.
 
-        module: the module's state, whose tensors are filled in place. num_optimizers: that a run has to restore.
-        load_whole: reads a file that is not on a mounted file system.
+        Args:
+            path: of the checkpoint, or the name that `load_whole` knows it by.
+            local: where what this rank holds lies in the whole.
+            module: the module's state, whose tensors are filled in place.
+            num_optimizers: how many optimizers the run has to restore.
+            load_whole: reads a file that is not on a mounted file system.
+            weights_only: as in `torch.load`.
 
         Raises:
             CheckpointError: on every rank, when a file is missing or damaged.

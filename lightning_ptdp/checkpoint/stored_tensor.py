@@ -7,7 +7,8 @@ from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
+
+from lightning_ptdp.host.torch import FakeTensorMode, offset_in_file
 
 _LARGE = 1 << 20  # bytes from which on it pays to look where the values lie
 
@@ -43,7 +44,8 @@ def _read_directly(stream: BinaryIO, offsets: Sequence[int], target: Tensor) -> 
     if stored.dtype != target.dtype or not stored.is_contiguous() or stored.shape[1:] != target.shape[1:]:
         return False
     first = stored.storage_offset() + offsets[0] * stored.stride(0)
-    begin: int = stored.untyped_storage()._checkpoint_offset  # of its values, from where the stream begins
+    begin = offset_in_file(stored.untyped_storage())
+    assert begin is not None, "loaded without values"
     stream.seek(begin + first * stored.element_size())
     bytes_: Any = target.detach().flatten().view(torch.uint8).numpy()
     values = memoryview(bytes_)

@@ -36,7 +36,12 @@ class FailureBoard:
     def __init__(self, topology: Topology, rank: int, host: str, world: ProcessGroup, grace_s: float = 10.0) -> None:
         """Open the board; every rank of the world must.
 
-        host: an address of rank 0 that all ranks reach. grace_s: how long a rank may stay blocked after a peer failed.
+        Args:
+            topology: of the run.
+            rank: global rank of this process.
+            host: an address of rank 0 that all ranks reach.
+            world: the group of all ranks.
+            grace_s: seconds for which a rank may stay blocked after a peer failed.
         """
         self._topology, self._rank, self._grace_s = topology, rank, grace_s
         self._stop = threading.Event()

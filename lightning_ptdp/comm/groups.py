@@ -30,7 +30,11 @@ AXES = ("pipeline", "data", "tensor")
 def join_world(backend: str, *, address: str, port: int, rank: int, world_size: int, timeout: timedelta) -> None:
     """Create the default process group, unless there is one already.
 
-    address, port: of global rank 0.
+    Args:
+        backend: such as "nccl" or "gloo".
+        address, port: where global rank 0 listens.
+        rank, world_size: of this process.
+        timeout: after which a collective fails.
     """
     if dist.is_initialized():
         return

@@ -26,7 +26,7 @@ from lightning_ptdp.comm.in_process import place_in
 from lightning_ptdp.comm.shares import Shares
 
 Key = tuple[str, Hashable]
-"""What is sent, in words that also tell its cut and direction, and the shapes of the microbatch."""
+"""What a message is: words that name its cut and direction, and what stands for the shapes of the microbatch."""
 
 # Messages that a rank keeps because they may not have left. Gloo knows that of a send only once it has been waited for;
 # waiting cannot deadlock, since a lowered program runs even if every send blocks until its receive is posted.
@@ -73,8 +73,12 @@ class Messenger:
     """Sends and receives tensors between the ranks of one pipeline."""
 
     def __init__(self, group: ProcessGroup, device: torch.device, shares: Shares | None = None) -> None:
-        """group: the pipeline's. device: where received tensors are put. shares: of the tensor peers, who send what
-        they hold alike in parts; None sends everything whole."""
+        """
+        Args:
+            group: the ranks of the pipeline.
+            device: where received tensors are put.
+            shares: lets tensor peers send what they hold alike in parts, one each; None sends everything whole.
+        """
         self._group, self._device, self._shares = group, device, shares
         self._sent: dict[Key, Envelope] = {}
         self._received: dict[Key, Envelope] = {}
@@ -83,7 +87,11 @@ class Messenger:
     def send(self, tensors: tuple[Tensor, ...], destination: int, key: Key, extra: Any = None) -> None:
         """Start to send; the tensors are kept until they are gone, those of a few messages at most.
 
-        key: fixes the envelope on both sides.
+        Args:
+            tensors: of any shapes, which are the same whenever the key is.
+            destination: global rank.
+            key: an envelope goes ahead the first time that this rank uses it.
+            extra: a picklable object for the envelope.
 
         Raises:
             RuntimeError: tensors of other shapes were sent under this key before.

@@ -28,7 +28,11 @@ class Shares:
     """Parts of what the peers of a tensor group hold alike."""
 
     def __init__(self, group: ProcessGroup, replica: ProcessGroup) -> None:
-        """replica: the peers of all stages, who learn together that something is wrong."""
+        """
+        Args:
+            group: the t tensor peers.
+            replica: the t * p ranks of all stages, which learn together that peers differ.
+        """
         self._group, self._replica = group, replica
         self._names: list[str] = []
         self._measured: list[Tensor] = []
@@ -46,7 +50,7 @@ class Shares:
         return tuple(flag > 0 for flag in all_reduce_(flags, self._group, MIN).tolist())
 
     def part(self, tensor: Tensor, name: str) -> Tensor:
-        """This peer's part, flat and in memory of its own. name: of the tensor, for `check`."""
+        """Take this peer's part, [numel/t], in memory of its own; `check` calls it by `name` if peers differ."""
         kind = torch.promote_types(tensor.dtype, torch.float32)
         self._names.append(name)
         tolerance = max(_TOLERANCE, 8 * torch.finfo(tensor.dtype).eps)
@@ -55,11 +59,11 @@ class Shares:
         return own_chunk(tensor.reshape(-1), self._group, 0).clone()
 
     def like_part(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Where a part of a tensor of `shape` can be received."""
+        """Make room, [numel/t], for a part of a tensor of `shape`."""
         return torch.empty(math.prod(shape) // self._group.size(), dtype=dtype, device=device)
 
     def join(self, part: Tensor, shape: Sequence[int]) -> Tensor:
-        """The tensor whose parts the peers received."""
+        """Join the parts, [numel/t], that the peers received, to the tensor of `shape`."""
         return all_gather_dim(part, self._group, 0, math.prod(shape)).view(*shape)
 
     def check(self) -> None:

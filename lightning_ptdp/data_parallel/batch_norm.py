@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_ptdp.comm.collectives import gather_to
+from lightning_ptdp.host.torch import BatchNorm
 from lightning_ptdp.own_class import put_on
 
 
@@ -26,7 +26,7 @@ def synchronize(module: nn.Module, group: ProcessGroup, *, all_of_them: bool) ->
 
     Returns what gives the modules their own classes back; None where there is nothing to do.
     """
-    chosen = _BatchNorm if all_of_them and group.size() > 1 else nn.SyncBatchNorm
+    chosen = BatchNorm if all_of_them and group.size() > 1 else nn.SyncBatchNorm
     found = [child for child in module.modules() if isinstance(child, chosen)]
     if not found:
         return None
@@ -50,7 +50,7 @@ def _swap(module: nn.Module, group: ProcessGroup) -> Callable[[], None]:
     return put_on(module, {"forward": forward})
 
 
-def _normalize(norm: _BatchNorm, x: Tensor, group: ProcessGroup) -> Tensor:
+def _normalize(norm: BatchNorm, x: Tensor, group: ProcessGroup) -> Tensor:
     """x: [b, c, ...]. Normalized over every dim but the second, over all replicas."""
     mean, variance, count = _statistics(x, group)
     if norm.running_mean is not None and norm.running_var is not None:

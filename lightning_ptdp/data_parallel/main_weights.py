@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 from lightning_ptdp.comm.collectives import all_gather_slices_, own_chunk
 from lightning_ptdp.data_parallel.buckets import GradientBuffers
+from lightning_ptdp.host.torch import version_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +115,7 @@ class MainWeights:
         that were changed themselves stay as they are.
         """
         for (weights, main), version in zip(self._pairs(), self._versions, strict=True):
-            if main._version == version:
+            if version_of(main) == version:
                 main.copy_(torch.where(weights == main.to(weights.dtype), main, weights.to(main.dtype)))
         self._note_versions()
 
@@ -128,7 +129,7 @@ class MainWeights:
             yield from ((main.parameter, main.weight) for main in self if main.weight is not main.parameter)
 
     def _note_versions(self) -> None:
-        self._versions = [main._version for _, main in self._pairs()]
+        self._versions = [version_of(main) for _, main in self._pairs()]
 
     def _sharded(self, added: Sequence[nn.Parameter], replicas: ProcessGroup) -> Iterator[Main]:
         """Lay the parameters of each buffer out flat, and take this replica's slice."""

@@ -9,15 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor, UntypedStorage, nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils import _pytree as pytree
 
 from lightning_ptdp.deferred_init.illusion import illusion
 from lightning_ptdp.deferred_init.log import Log, Region
 from lightning_ptdp.deferred_init.recorder import LIMIT_BYTES, Recorder
+from lightning_ptdp.host.torch import REGISTRIES, buffers_of, pytree
 from lightning_ptdp.names import first_few, join
 from lightning_ptdp.pipeline.hollow import nan_like
 
-_REGISTRIES = ("_parameters", "_buffers", "_modules")
 _HOST = torch.device("cpu")
 
 
@@ -95,9 +94,9 @@ class DeferredInit:
             if parameter.is_meta:
                 _make_hollow(parameter)
         for child in module.modules():
-            for name, buffer in child._buffers.items():
+            for name, buffer in buffers_of(child).items():
                 if buffer is not None and buffer.is_meta:
-                    child._buffers[name] = nan_like(buffer, _HOST)
+                    buffers_of(child)[name] = nan_like(buffer, _HOST)
 
     def take(self, parameter: nn.Parameter) -> Tensor:
         """A parameter's whole value, in memory of its own; of one that waits for none, the value that it has."""
@@ -124,11 +123,11 @@ class DeferredInit:
             return done[id(tensor)][1]
 
         for path, child in module.named_modules():
-            for name, buffer in child._buffers.items():
+            for name, buffer in buffers_of(child).items():
                 if buffer is not None:
-                    child._buffers[name] = filled(buffer)
+                    buffers_of(child)[name] = filled(buffer)
             for name, value in vars(child).items():
-                if name not in _REGISTRIES and self._holds_deferred(value) and owns(join(path, name)):
+                if name not in REGISTRIES and self._holds_deferred(value) and owns(join(path, name)):
                     vars(child)[name] = pytree.tree_map_only(Tensor, filled, value)
         self._waiting.clear()
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from lightning_ptdp.deferred_init.recorder import Recorder
+from lightning_ptdp.host.torch import TRUNCATED_NORMAL
 
 _META, _HOST = torch.device("meta"), torch.device("cpu")
 _ANSWERS = {
@@ -23,9 +24,6 @@ _ANSWERS = {
 }
 _MAKERS = (torch.tensor, torch.as_tensor, torch.asarray, Tensor.new_tensor)  # of Python's values
 _READERS = (Tensor.numpy, Tensor.__array__, Tensor.tolist)
-
-# It draws again until nothing lies outside, and so would read the values of every weight on every rank.
-_TRUNCATED_NORMAL = "_no_grad_trunc_normal_"
 
 
 @contextmanager
@@ -37,15 +35,16 @@ def illusion(recorder: Recorder) -> Iterator[None]:
 
 @contextmanager
 def _truncated_normal_in_one(recorder: Recorder) -> Iterator[None]:
-    function = getattr(torch.nn.init, _TRUNCATED_NORMAL, None)
+    """It draws again until nothing lies outside, and so would read the values of every weight on every rank."""
+    function = getattr(torch.nn.init, TRUNCATED_NORMAL, None)
     if function is None:  # of another torch, whose own is slow here, and right
         yield
         return
-    setattr(torch.nn.init, _TRUNCATED_NORMAL, partial(recorder.initialise, function))
+    setattr(torch.nn.init, TRUNCATED_NORMAL, partial(recorder.initialise, function))
     try:
         yield
     finally:
-        setattr(torch.nn.init, _TRUNCATED_NORMAL, function)
+        setattr(torch.nn.init, TRUNCATED_NORMAL, function)
 
 
 class _Illusion(TorchFunctionMode):

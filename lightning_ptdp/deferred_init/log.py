@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, UntypedStorage
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils import _pytree as pytree
+
+from lightning_ptdp.host.torch import pytree
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,12 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_ptdp.deferred_init.log import Log, Operation, Region, Setting
+from lightning_ptdp.host.torch import OpOverload, TorchDispatchMode, pytree, schema_of
 from lightning_ptdp.random_streams import mix
 
 LIMIT_BYTES = 64 << 20  # of values that come from elsewhere, which every rank must hold whole
@@ -183,7 +181,7 @@ class Recorder(TorchDispatchMode):
 
 
 def _name(func: OpOverload[..., Any]) -> str:
-    return func._schema.name.partition("::")[2]
+    return schema_of(func).name.partition("::")[2]
 
 
 def _key(tensor: Tensor) -> StorageWeakRef:
@@ -205,7 +203,7 @@ def _is_whole(tensor: Tensor) -> bool:
 
 def _on(device: torch.device, func: OpOverload[..., Any], kwargs: dict[str, Any]) -> dict[str, Any]:
     """Keyword arguments for another device."""
-    names = {argument.name for argument in func._schema.arguments}
+    names = {argument.name for argument in schema_of(func).arguments}
     moved = dict(kwargs)
     if "device" in names:
         moved["device"] = device
@@ -216,7 +214,7 @@ def _on(device: torch.device, func: OpOverload[..., Any], kwargs: dict[str, Any]
 
 def _written(func: OpOverload[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:
     """The tensors among the arguments that an operation writes."""
-    for i, argument in enumerate(func._schema.arguments):
+    for i, argument in enumerate(schema_of(func).arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[i] if i < len(args) and not argument.kwarg_only else kwargs.get(argument.name)
             yield from (leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor))

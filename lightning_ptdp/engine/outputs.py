@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
+
+from lightning_ptdp.host.torch import pytree
 
 
 def detached(value: Any) -> Any:

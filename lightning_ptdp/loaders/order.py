@@ -1,4 +1,9 @@
-"""The order of an epoch's samples, as few plain values, and its rest dealt to any number of replicas."""
+"""The order of an epoch's samples, as few plain values, and its rest dealt to any number of replicas.
+
+order       3 1 4 0 | 2 5 6        4 samples are seen, and two replicas go on
+replica 0             2   6
+replica 1               5   3      the first of the order is repeated; with drop_last 6 is left out instead
+"""
 
 from __future__ import annotations
 
@@ -12,9 +17,12 @@ from torch.utils.data.distributed import DistributedSampler
 
 
 def order_of(sampler: object, drawn_from: torch.Tensor | None, own: torch.Tensor | None) -> dict[str, Any] | None:
-    """What gives a sampler's order of the epoch again; None where it is of a kind that is not known here.
+    """Describe a sampler's order of the epoch, so that `samples_in` finds it again.
 
-    drawn_from: where torch's default generator stood when the order was drawn. own: where the sampler's own did.
+    Args:
+        sampler: None is returned for one of a class that is not known here.
+        drawn_from: the state of torch's default generator when the order was drawn.
+        own: the state of the sampler's own generator then; None if it has none.
     """
     if type(sampler) is SequentialSampler:
         return {"kind": "sequential"}
@@ -27,7 +35,7 @@ def order_of(sampler: object, drawn_from: torch.Tensor | None, own: torch.Tensor
 
 
 def samples_in(order: Mapping[str, Any], num_samples: int) -> list[int]:
-    """The numbers of the samples of a dataset in an order, as one process reads them."""
+    """List the samples of a dataset by number, in an order that `order_of` described, as one process reads them."""
     samples: Any = range(num_samples)
     if order["kind"] == "distributed":
         sampler: DistributedSampler[int] = DistributedSampler(
@@ -46,9 +54,9 @@ def samples_in(order: Mapping[str, Any], num_samples: int) -> list[int]:
 
 
 def rest_of(order: Sequence[int], seen: int, *, replica: int, num_replicas: int, drop_last: bool) -> list[int]:
-    """A replica's share of the samples behind the first `seen`, dealt as a `DistributedSampler` deals all.
+    """Give a replica its share of the samples after the first `seen`, dealt as a `DistributedSampler` deals all.
 
-    Replicas get equally many: without the last few if drop_last, else the first of the order are repeated.
+    Replicas get equally many: the last few are left out if drop_last, else the first of the order are repeated.
     """
     rest = list(order[seen:])
     if drop_last:

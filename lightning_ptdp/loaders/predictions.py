@@ -12,10 +12,12 @@ from lightning_ptdp.loaders.sampler import interleave
 
 
 def join_predictions(predictions: Sequence[list[Any]], loaders: Sequence[object], groups: Groups) -> None:
-    """Let the lists of replica 0 hold what all replicas predicted, in the order in which one process would.
+    """Let the lists of replica 0 hold what all replicas predicted, in the order of one process; others' stay.
 
-    predictions: of each loader, one a batch. Those of loaders that the strategy did not split stay as they are, and so
-    do the lists of other replicas.
+    Args:
+        predictions: a list for each loader, of one prediction a batch; filled in place.
+        loaders: those that the strategy did not split are left out.
+        groups: of this rank.
     """
     first = groups.topology.data_ranks(groups.at)[0]
     for mine, loader in zip(predictions, loaders, strict=True):

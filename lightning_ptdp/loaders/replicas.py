@@ -10,16 +10,14 @@ from typing import Any
 import torch
 from lightning.fabric.utilities.data import sized_len
 from lightning.fabric.utilities.seed import pl_worker_init_function
-from lightning.fabric.utilities.types import _Stateful
-from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
 from lightning.pytorch.trainer.states import RunningStage
-from lightning.pytorch.utilities.data import _update_dataloader
-from torch.utils import _pytree as pytree
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_ptdp.comm.collectives import all_gather_dim, broadcast_object, gather_objects
 from lightning_ptdp.comm.groups import Groups
+from lightning_ptdp.host.lightning import IndexBatchSampler, Stateful, with_sampler, wrap_batches, wrapped_batches
+from lightning_ptdp.host.torch import pytree
 from lightning_ptdp.loaders.sampler import BatchShare, UnrepeatedSampler
 
 
@@ -32,14 +30,21 @@ def prepare(
     warn: Callable[[str], None],
     resumable: Callable[[object], object] = lambda loader: loader,
 ) -> object:
-    """Adapt a loader to the replicas.
+    """Adapt a loader to the replicas, by what it is read for.
 
-    stage: what it is read for. shares: whether replicas may split what a loader draws for prediction.
-    resumable: gives a training loader that keeps no position of its own one.
+    In training all replicas get equally many batches, in evaluation no sample counts twice, and for prediction they
+    share the batches out. Workers are seeded by replica.
+
+    Args:
+        loader: the user's, with the sampler that Lightning gave it.
+        stage: what it is read for.
+        shares: whether replicas may split what a loader draws for prediction.
+        warn: takes a sentence for the user.
+        resumable: wraps a training loader without `state_dict` in one that has it.
     """
     if isinstance(loader, DataLoader):
         _seed_workers(loader, groups)
-    if stage == RunningStage.TRAINING and not isinstance(loader, _Stateful):
+    if stage == RunningStage.TRAINING and not isinstance(loader, Stateful):
         loader = resumable(loader)
     if groups.topology.data_parallel_size == 1:
         return loader
@@ -61,7 +66,7 @@ def _seed_workers(loader: DataLoader[Any], groups: Groups) -> None:
 
 
 def _evened(loader: Any, groups: Groups, warn: Callable[[str], None]) -> object:
-    """A training loader that gives all replicas as many batches, where it is not known that the user's does."""
+    """Wrap a training loader so that all replicas get equally many batches, unless its length says that they do."""
     is_stream = isinstance(getattr(loader, "dataset", None), IterableDataset)
     lengths = gather_objects(sized_len(loader), groups.data)
     known = [length for length in lengths if length is not None]
@@ -72,7 +77,7 @@ def _evened(loader: Any, groups: Groups, warn: Callable[[str], None]) -> object:
             f"training data has {known} batches on replicas 0 to {len(known) - 1}; an epoch ends after {min(known)} on "
             "all, and the rest is not seen"
         )
-    elif not is_stream:  # whose length is a promise
+    elif not is_stream:  # the length of an iterable dataset is only a promise
         return loader
     return EvenLoader(loader, groups, repeats_last=False, warn=warn, length=min(known))
 
@@ -82,31 +87,31 @@ def _share(loader: DataLoader[Any], groups: Groups) -> DataLoader[Any]:
     if isinstance(loader.dataset, IterableDataset) or isinstance(loader.sampler, DistributedSampler):
         return loader
     share = partial(BatchShare, replica=groups.at.data, num_replicas=groups.topology.data_parallel_size)
-    if isinstance(loader.batch_sampler, _IndexBatchSamplerWrapper):  # which tells writers the samples of each batch
-        loader.batch_sampler._batch_sampler = share(loader.batch_sampler._batch_sampler)
+    if isinstance(loader.batch_sampler, IndexBatchSampler):  # which tells writers the samples of each batch
+        wrap_batches(loader.batch_sampler, share(wrapped_batches(loader.batch_sampler)))
         return loader
     share_of_samples = share(loader.sampler)  # type: ignore[arg-type]  # without a length, the loader has none either
-    return _update_dataloader(loader, share_of_samples, mode=RunningStage.PREDICTING)
+    return with_sampler(loader, share_of_samples)
 
 
 def is_shared(loader: object) -> bool:
     """Whether replicas split the batches that the loader draws for prediction."""
     drawn = getattr(loader, "batch_sampler", None)
-    if isinstance(drawn, _IndexBatchSamplerWrapper):
-        return isinstance(drawn._batch_sampler, BatchShare)
+    if isinstance(drawn, IndexBatchSampler):
+        return isinstance(wrapped_batches(drawn), BatchShare)
     return isinstance(getattr(loader, "sampler", None), BatchShare)
 
 
 def _each_sample_once(loader: object, groups: Groups, warn: Callable[[str], None]) -> object:
-    """Read no sample twice, and as many batches on every replica.
+    """Let evaluation read no sample twice, and run equally many batches on every replica.
 
-    Of an ordinary loader their number is known beforehand; of others the replicas ask each other.
+    The number of batches of an ordinary loader is known beforehand; of others the replicas tell each other.
     """
     sampler = _distributed_sampler(loader)
     if isinstance(loader, DataLoader) and sampler is not None:
         drawn = loader.batch_sampler
-        if drawn is None or sampler.drop_last:  # the repeated sample is a batch, see ghosts; or there is none
-            return loader
+        if drawn is None or sampler.drop_last:
+            return loader  # a repeated sample is a batch by itself, which `ghosts` tells apart; drop_last repeats none
         if type(drawn) is BatchSampler:
             drawn.sampler = UnrepeatedSampler(sampler, drawn.batch_size, drop_last=drawn.drop_last)
             return loader
@@ -124,7 +129,10 @@ def _distributed_sampler(loader: object) -> DistributedSampler[Any] | None:
 
 
 def ghosts(loader: object) -> EvenLoader | UnrepeatedSampler | None:
-    """What knows from which batch on a loader's batches must not count, on this replica and on each, if any does."""
+    """Find the object whose `ghost_batches` say, for each replica, from which batch on a loader's must not count.
+
+    A *ghost* is a batch that a replica runs only because others have one more. None if the loader gives no ghosts.
+    """
     if isinstance(loader, EvenLoader):
         return loader
     if not isinstance(loader, DataLoader):
@@ -137,7 +145,7 @@ def ghosts(loader: object) -> EvenLoader | UnrepeatedSampler | None:
 
 
 def leaves(loaders: Any) -> list[Any]:
-    """Loaders of a collection in the order of Lightning, to which a list of plain values is a loader."""
+    """List the loaders of a collection in Lightning's order; a list of plain values is one loader, as it is there."""
     return pytree.tree_leaves(loaders, is_leaf=_is_plain_list)
 
 
@@ -162,12 +170,19 @@ class EvenLoader:
         warn: Callable[[str], None],
         length: int | None = None,
     ) -> None:
-        """loader: of this replica. repeats_last: as evaluation needs it. length: batches, None if that is not known."""
+        """
+        Args:
+            loader: gives this replica's batches.
+            groups: of this rank.
+            repeats_last: whether a replica that is done repeats its last batch (evaluation), or ends all (training).
+            warn: takes a sentence for the user.
+            length: batches until the end; None if that is not known.
+        """
         self._loader, self._groups, self._repeats_last, self._warn = loader, groups, repeats_last, warn
         self._length = length
         self.replica = groups.at.data
         self.ghost_batches: list[int | None] = [None] * groups.topology.data_parallel_size
-        if isinstance(loader, _Stateful):  # Lightning looks for these to resume in the middle of an epoch
+        if isinstance(loader, Stateful):  # Lightning looks for these to resume in the middle of an epoch
             self.state_dict, self.load_state_dict = loader.state_dict, loader.load_state_dict
 
     @property
@@ -240,7 +255,7 @@ class EvenLoader:
         return [bool(flag) for flag in all_gather_dim(torch.tensor([int(has_batch)]), group, 0, group.size()).tolist()]
 
     def _lend(self, batch: Any, has: list[bool]) -> Any:
-        """The first batch of the first replica that has one, where some have none."""
+        """Send the first batch of the first replica that has one to those that have none, and return it."""
         if all(has):
             return batch
         topology, at = self._groups.topology, self._groups.at
@@ -248,7 +263,11 @@ class EvenLoader:
         return broadcast_object(batch, lender, self._groups.data)
 
     def _say_who_ended(self, had: int | None) -> None:
-        """Warn, if others have more. had: batches given where there are more, None where there are none."""
+        """Warn that data ended on a replica, if others have more.
+
+        Args:
+            had: batches given so far, if this replica has another one; None if it has none.
+        """
         counts = gather_objects(had, self._groups.data)
         ended = [replica for replica, count in enumerate(counts) if count is None]
         most = max(count for count in counts if count is not None)

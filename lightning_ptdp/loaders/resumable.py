@@ -14,6 +14,7 @@ from rich.progress import track
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
+from lightning_ptdp.host.torch import kept_iterator, may_keep_iterator, set_kept_iterator
 from lightning_ptdp.loaders.order import order_of, rest_of, samples_in
 from lightning_ptdp.random_streams import random_state, set_random_state
 
@@ -23,9 +24,10 @@ Position = dict[str, Any]
 
 
 class _Draw:
-    """What a loader draws its batches' sample numbers from: the user's, or for one pass what is left of an epoch.
+    """Stands between a loader and its sampler: gives what the sampler draws, or for one pass the rest of an epoch.
 
     drawn_from: where the random generators stood when the order of the pass was drawn.
+    rest: makes the draws of the coming pass; used up by it. None lets the sampler draw.
     """
 
     def __init__(self, source: Any, generators: list[torch.Generator]) -> None:
@@ -45,7 +47,7 @@ class _Draw:
             yield from self._source
 
     def without(self, count: int, drawn_from: dict[str, Any]) -> Iterator[Any]:
-        """The order that was drawn from a saved state, without its first items; the shared generators stay."""
+        """Draw the order of a saved state again, and skip its first `count` items; the default generators stay."""
         self.drawn_from, mine = drawn_from, random_state(_HOST)
         go_to(drawn_from, self._generators)
         drawn = iter(self._source)
@@ -57,8 +59,8 @@ class _Draw:
 class ResumableLoader:
     """A loader, with a position that can be saved and gone back to.
 
-    Batches before the position are not loaded where samples have numbers. Other loaders, of an iterable dataset for
-    example, are read to the position again. What the loader has besides is found here too.
+    Where samples have numbers, those before the position are drawn and not loaded. Other loaders, such as one of an
+    iterable dataset, are read again up to the position. Attributes that are not defined here are the user's loader's.
     """
 
     def __init__(
@@ -70,8 +72,15 @@ class ResumableLoader:
         shows: bool,
         warn: Callable[[str], None],
     ) -> None:
-        """loader: of this replica. restore: puts the run's random generators where they stood, if a checkpoint is
-        loaded: the first pass then begins when its first batch is asked for. shows: progress of reading again."""
+        """
+        Args:
+            loader: gives this replica's batches.
+            num_replicas: d.
+            restore: puts the run's random generators where the checkpoint found them. Given if a checkpoint is loaded:
+                the first pass then begins only when its first batch is asked for.
+            shows: whether a bar shows the progress of reading again.
+            warn: takes a sentence for the user.
+        """
         self._given, self._num_replicas, self._shows, self._warn = loader, num_replicas, shows, warn
         self._restore, self._waits = restore, restore is not None
         self._has_numbers = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
@@ -82,26 +91,27 @@ class ResumableLoader:
             self._loader, self._draw = _drawing(loader, self._generators)
         self._began_at: dict[str, Any] | None = None
         self._saved: Position | None = None
-        self._left: list[Any] | None = None  # of a saved epoch that is dealt out anew: numbers, by batches if any
+        self._left: list[Any] | None = None  # of a saved epoch, for this replica of another layout; see `_rest_of`
+        # Batches of the pass: given or skipped, and skipped. Samples of the epoch's order that are behind the skipped.
         self._count, self._skipped, self._seen_before = 0, 0, 0
-        self._order: dict[str, Any] | None = None  # of an earlier layout, whose rest is dealt out
-        self._length: int | None = None  # of a pass that is not of the usual length
+        self._order: dict[str, Any] | None = None  # of the epoch as another layout drew it, if its rest is dealt out
+        self._length: int | None = None  # batches of this pass, where they are not as many as usual
 
     # -- what Lightning and users ask a loader for -----------------------------------------------------------------
 
     def __getattr__(self, name: str) -> Any:
-        if "_given" not in vars(self):  # while it is copied
+        if "_given" not in vars(self):  # copy.copy asks before there are any
             raise AttributeError(name)
         return getattr(self._given, name)
 
     @property
-    def _iterator(self) -> Any:  # whose workers Lightning ends
-        return getattr(self._loader, "_iterator", None)
+    def _iterator(self) -> Any:  # Lightning reads and resets this name, to end the workers
+        return kept_iterator(self._loader)
 
     @_iterator.setter
     def _iterator(self, value: None) -> None:
-        if hasattr(self._loader, "_iterator"):
-            self._loader._iterator = value
+        if may_keep_iterator(self._loader):
+            set_kept_iterator(self._loader, value)
 
     def __len__(self) -> int:
         if self._length is not None:
@@ -114,12 +124,14 @@ class ResumableLoader:
         return self._later() if self._waits else self._pass()
 
     def _later(self) -> Iterator[Any]:
+        """The first pass after a checkpoint was loaded: it begins when its first batch is asked for."""
         self._waits = False
         if self._restore is not None and not (self._saved and self._saved["batches"]):
             self._restore()
         yield from self._pass()
 
     def _pass(self) -> Iterator[Any]:
+        """Begin a pass: from the saved position if there is one, else from the beginning."""
         saved, self._saved = self._saved, None
         self._count = self._skipped = 0 if saved is None else saved["batches"]
         self._seen_before = 0 if saved is None else saved["seen"]
@@ -157,13 +169,23 @@ class ResumableLoader:
 
     @property
     def _coming_length(self) -> int | None:
-        """Batches of the coming pass, those that were seen included, if what is left is dealt out anew."""
+        """Batches of the coming pass, skipped ones included, if it deals out the rest of an epoch; else None."""
         if self._saved is None or self._left is None:
             return None
         return int(self._saved["batches"]) + len(self._left)
 
     def position(self, trained: int, *, is_over: bool) -> Position:
-        """Where the loader stands. trained: batches of the epoch that were trained on. is_over: the epoch."""
+        """Tell where the loader stands.
+
+        Args:
+            trained: batches of the epoch that this replica trained on.
+            is_over: whether the epoch is over, so that the next one begins at its beginning.
+
+        Returns:
+            batches: trained on in this epoch, by each replica. seen: samples of the epoch's order, by all together.
+            samples: in the dataset. replicas: d. deal: see `_deal`. order: see `order_of`. epoch: the sampler's.
+            drawn_from: where generators stood when the order was drawn. generators: where the loader's own stand.
+        """
         if self._saved is not None:
             return self._saved
         count = 0 if is_over else min(self._count, trained)  # a loader without a length is read one batch ahead
@@ -190,7 +212,7 @@ class ResumableLoader:
         }
 
     def resume(self, saved: Position) -> None:
-        """Go on from a position with the next pass."""
+        """Begin the next pass at a position, which `position` told under this layout or another."""
         self._saved, sampler = saved, _sampler_of(self._given)
         if saved["batches"] and hasattr(sampler, "set_epoch") and saved["epoch"] is not None:
             sampler.set_epoch(saved["epoch"])  # Lightning does it after the first pass has begun
@@ -226,7 +248,7 @@ class ResumableLoader:
         return bool(saved["batches"]) and known and sizes_known and saved["deal"] != self._deal
 
     def _rest_of(self, saved: Position) -> list[Any]:
-        """The batches of numbers that are left to this replica."""
+        """What is left of the epoch to this replica: batches of sample numbers, or numbers where nothing is batched."""
         sampler, drawn = _sampler_of(self._given), self._given.batch_sampler
         order = samples_in(saved["order"], saved["samples"])
         splits = isinstance(sampler, DistributedSampler)
@@ -240,7 +262,7 @@ class ResumableLoader:
         return mine if drawn is None else list(BatchSampler(mine, drawn.batch_size, drawn.drop_last))
 
     def _rest(self, saved: Position, draw: _Draw) -> Callable[[], Iterator[Any]]:
-        """What gives the draws behind the position, when they are asked for."""
+        """Make the draws after the position; nothing is drawn before they are asked for."""
         left, self._left = self._left, None
         if left is None:
             return lambda: draw.without(saved["batches"], saved["drawn_from"])
@@ -253,7 +275,7 @@ class ResumableLoader:
         return rest
 
     def _replayed(self, saved: Position) -> Iterator[Any]:
-        """The batches behind the position; those before it are read again, from where the generators stood."""
+        """The batches after the position; those before it are read again, from where the generators stood."""
         mine = random_state(_HOST)
         go_to(saved["drawn_from"], self._generators)
         self._began_at = saved["drawn_from"]
@@ -268,12 +290,12 @@ class ResumableLoader:
 
 
 def stands(generators: list[torch.Generator]) -> dict[str, Any]:
-    """Where the default generators of the host stand, and a loader's own."""
+    """Tell where random generators stand: the default ones of the host, and those that a loader was given."""
     return {"shared": random_state(_HOST), "generators": [generator.get_state() for generator in generators]}
 
 
 def go_to(state: Mapping[str, Any], generators: list[torch.Generator]) -> None:
-    """Put generators where they stood; a loader's own are left where it has others now."""
+    """Put generators where `stands` found them; a loader's own stay if they are not as many as they were."""
     if "shared" in state:
         set_random_state(state["shared"], _HOST)
     if len(state["generators"]) == len(generators):
@@ -282,7 +304,7 @@ def go_to(state: Mapping[str, Any], generators: list[torch.Generator]) -> None:
 
 
 def _drawing(loader: DataLoader[Any], generators: list[torch.Generator]) -> tuple[DataLoader[Any], _Draw]:
-    """A loader of the same settings whose draws can be steered; DataLoader lets nobody set its samplers afterwards."""
+    """Copy a loader so that its draws can be steered; DataLoader lets nobody set its samplers afterwards."""
     twin, name = copy.copy(loader), "sampler" if loader.batch_sampler is None else "batch_sampler"
     draw = _Draw(getattr(loader, name), generators)
     vars(twin)[name] = draw
@@ -302,5 +324,6 @@ def _generators_of(loader: object) -> list[torch.Generator]:
 
 
 def _product(deal: list[int | None]) -> int:
+    """Samples that all replicas together take a batch; what is not known counts as 1."""
     shares, size = deal
     return (shares or 1) * (size or 1)

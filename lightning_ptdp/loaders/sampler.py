@@ -21,9 +21,11 @@ class UnrepeatedSampler(Sampler[int]):
     """
 
     def __init__(self, sampler: DistributedSampler[Any], batch_size: int | None, *, drop_last: bool = False) -> None:
-        """batch_size: samples a batch, None if that is not known and no sample may be repeated.
-
-        drop_last: whether the loader drops a batch that is not full.
+        """
+        Args:
+            sampler: of this replica; it repeats samples at the end.
+            batch_size: samples a batch; None if it is not known, and then no sample is repeated.
+            drop_last: whether the loader drops a batch that is not full.
         """
         self.sampler = sampler
         total, d, rank = _length(sampler), sampler.num_replicas, sampler.rank
@@ -82,6 +84,6 @@ class BatchShare:
 
 
 def interleave(shares: list[list[Any]]) -> list[Any]:
-    """What replicas made of their shares, in the order of the batches."""
+    """Join what replicas made of their shares, in the order of the batches: item i of replica r is number i * d + r."""
     longest = max(map(len, shares))
     return [share[i] for i in range(longest) for share in shares if i < len(share)]

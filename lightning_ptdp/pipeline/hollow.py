@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
+
+from lightning_ptdp.host.torch import buffers_of, parameters_of, pytree
 
 
 def nan_like(tensor: Tensor, device: torch.device) -> Tensor:
@@ -37,7 +38,7 @@ class HollowParameters:
         for name in names:
             path, _, leaf = name.rpartition(".")
             holder = module.get_submodule(path)
-            tensor = holder._parameters.get(leaf, holder._buffers.get(leaf))
+            tensor = parameters_of(holder).get(leaf, buffers_of(holder).get(leaf))
             assert tensor is not None, f"{name} is a parameter or buffer"
             if isinstance(tensor, nn.Parameter):
                 value = values.setdefault(id(tensor), nan_like(tensor, device))
@@ -45,7 +46,7 @@ class HollowParameters:
                 self._places.append((holder, leaf, tensor))
             else:
                 self._places.append((holder, leaf, nan_like(tensor, device)))
-            self._orders.setdefault(holder, list(holder._parameters))
+            self._orders.setdefault(holder, list(parameters_of(holder)))
         self.unregister()
 
     @property
@@ -56,8 +57,8 @@ class HollowParameters:
     def unregister(self) -> None:
         """Turn the hollow tensors into plain attributes."""
         for holder, leaf, tensor in self._places:
-            holder._parameters.pop(leaf, None)
-            holder._buffers.pop(leaf, None)
+            parameters_of(holder).pop(leaf, None)
+            buffers_of(holder).pop(leaf, None)
             holder.__dict__[leaf] = tensor.data if isinstance(tensor, nn.Parameter) else tensor
 
     def register(self) -> None:
@@ -65,11 +66,11 @@ class HollowParameters:
         for holder, leaf, tensor in self._places:
             if isinstance(tensor, nn.Parameter):
                 holder.__dict__.pop(leaf, None)
-                holder._parameters[leaf] = tensor
+                parameters_of(holder)[leaf] = tensor
         for holder, order in self._orders.items():
             for leaf in order:
-                if leaf in holder._parameters:
-                    holder._parameters[leaf] = holder._parameters.pop(leaf)
+                if leaf in parameters_of(holder):
+                    parameters_of(holder)[leaf] = parameters_of(holder).pop(leaf)
 
 
 class ShapeTwin:

@@ -12,6 +12,7 @@ from itertools import pairwise
 import torch
 from torch import nn
 
+from lightning_ptdp.host.torch import children_of
 from lightning_ptdp.names import join
 from lightning_ptdp.pipeline.blocks import find_blocks
 from lightning_ptdp.pipeline.reading_order import place_by_source
@@ -138,7 +139,7 @@ def _members(module: nn.Module, path: str) -> dict[str, nn.Module]:
         ValueError: one module is in the list several times, or a block is compiled to TorchScript.
     """
     holder = module.get_submodule(path)
-    members = {name: child for name, child in holder._modules.items() if child is not None}
+    members = {name: child for name, child in children_of(holder).items() if child is not None}
     num_modules = len(set(members.values()))
     if num_modules < len(members):
         raise ValueError(
@@ -177,9 +178,13 @@ def _own_cost(module: nn.Module) -> float:
 def balance(costs: Sequence[float], num_stages: int, *, before: float = 0.0, after: float = 0.0) -> list[int]:
     """Bounds of the contiguous split whose dearest stage is cheapest, and among those the most even one.
 
-    costs: of the blocks. before, after: of what the first and the last stage run besides.
+    Args:
+        costs: one of each block.
+        num_stages: p * v.
+        before, after: the costs of what the first and the last stage run besides blocks.
 
-    Returns num_stages + 1 bounds; every stage has at least one block.
+    Returns:
+        p * v + 1 bounds; every stage has at least one block.
     """
     sums = [0.0]
     for cost in costs:

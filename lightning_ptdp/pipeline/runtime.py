@@ -20,7 +20,12 @@ class Runtime:
     """
 
     def __init__(self, messenger: Messenger, pipeline_ranks: Sequence[int], rank: int) -> None:
-        """pipeline_ranks: global ranks from the first stage to the last. rank: this one's place among them."""
+        """
+        Args:
+            messenger: the wire.
+            pipeline_ranks: global ranks, from the first stage to the last.
+            rank: the place of this rank among them.
+        """
         self._messenger, self._ranks, self._rank = messenger, pipeline_ranks, rank
         self._arriving: dict[tuple[Op, int, int], Arriving] = {}
         self._leaving: dict[tuple[Op, int, int], Payload | tuple[Tensor, ...]] = {}

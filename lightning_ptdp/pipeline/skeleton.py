@@ -23,8 +23,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
+from lightning_ptdp.host.torch import pytree
 from lightning_ptdp.own_class import put_on
 from lightning_ptdp.pipeline.hollow import HollowParameters, ShapeTwin
 from lightning_ptdp.pipeline.partition import Partition

@@ -46,9 +46,16 @@ class StageWorker:
         trains: bool,
         carries: Sequence[bool],
     ) -> None:
-        """skeleton: None where one stage is the whole module. trains: whether graphs are kept for backward.
-
-        carries: for each cut from the first, whether a gradient crosses it; where nothing below trains, none does.
+        """
+        Args:
+            skeleton: the split module; None where one stage is the whole module.
+            num_stages: p * v, of all ranks.
+            step: runs the user's step on a microbatch.
+            loss_of: makes what the last stage's step returned the scalar that backward starts from.
+            backward: runs backward from that scalar.
+            trains: whether graphs are kept for backward.
+            carries: [p * v - 1], for the cut above each stage but the last, whether a gradient comes down through it.
+                None does where no stage below the cut has a parameter that trains.
         """
         self._skeleton, self._num_stages = skeleton, num_stages
         self._step, self._loss_of, self._backward, self._trains = step, loss_of, backward, trains

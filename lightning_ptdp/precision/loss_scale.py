@@ -15,8 +15,9 @@ from typing import Any
 class LossScale:
     """A scale and how it changes; all ranks make the same decisions.
 
-    value: now. growth_factor: after growth_interval good steps in a row. backoff_factor: after hysteresis bad steps
-    without a growth between them. minimum: it does not back off below. good_steps, patience: counters.
+    value: the scale. It is multiplied by growth_factor after growth_interval good steps in a row, and by
+    backoff_factor, but to no less than minimum, after hysteresis bad steps without a growth between them.
+    good_steps: good ones in a row, so far. patience: bad ones until it backs off.
 
     Raises:
         ValueError: the numbers make no sense.

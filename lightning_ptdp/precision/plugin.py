@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_ptdp.data_parallel.clip import clip_
+from lightning_ptdp.host.lightning import HooksPrecision
 from lightning_ptdp.precision.loss_scale import LossScale
 
 PRECISIONS = ("32-true", "64-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true")
@@ -24,7 +25,7 @@ NormOf = Callable[[list[nn.Parameter]], Tensor]
 log = logging.getLogger(__name__)
 
 
-class PTDPPrecision(Precision):
+class PTDPPrecision(HooksPrecision):
     """What dtypes a run uses.
 
     "32-true" and "64-true" keep weights and compute in float32 and float64. "bf16-mixed" and "16-mixed" run operations
@@ -32,7 +33,9 @@ class PTDPPrecision(Precision):
     optimizers step float32 main weights. Gradients accumulate and are reduced in float32, or wider. The two of float16
     scale the loss.
 
-    num_updates: of the optimizers. num_skipped: steps without an update, since gradients were not finite.
+    num_updates: how often optimizers have stepped. num_skipped: how often they have not, because gradients were not
+    finite. was_skipped: whether the last step was. keeps_copies: whether autocast may keep the 16-bit copies of weights
+    from one microbatch to the next, which is right if no step of the user's changes weights.
     """
 
     def __init__(
@@ -47,10 +50,12 @@ class PTDPPrecision(Precision):
         minimum_scale: float = 1.0,
         hysteresis: int = 1,
     ) -> None:
-        """precision: one of `PRECISIONS`. device: of autocast; None takes the strategy's.
-
-        initial_scale, growth_factor, growth_interval, backoff_factor, minimum_scale, hysteresis: of the loss scale of
-        float16, see `LossScale`.
+        """
+        Args:
+            precision: one of `PRECISIONS`.
+            device: the type of device that autocast is for; None takes "cuda" where there is one, else "cpu".
+            initial_scale, growth_factor, growth_interval, backoff_factor, minimum_scale, hysteresis: of float16's loss
+                scale, see `LossScale`.
 
         Raises:
             ValueError: another precision, or a scale that makes no sense.
@@ -66,7 +71,7 @@ class PTDPPrecision(Precision):
             self.loss_scale = LossScale(
                 initial_scale, growth_factor, growth_interval, backoff_factor, minimum_scale, hysteresis
             )
-        self.keeps_copies = False  # of weights in 16 bits, for the rest of a batch: where no step of it changes weights
+        self.keeps_copies = False
         self.num_updates = self.num_skipped = self._skipped_in_a_row = 0
         self.was_skipped = False
         self._is_finite = True
@@ -87,15 +92,20 @@ class PTDPPrecision(Precision):
 
     @property
     def loss_dtype(self) -> torch.dtype:
-        """Of losses: float32, or float64 in a run of that."""
+        """The dtype of losses: float64 in a run of that precision, else float32."""
         return torch.float64 if self.precision == "64-true" else torch.float32
 
     def bind(self, norm_of: NormOf, after_hooks: Callable[[], None]) -> None:
-        """Take the function that knows the norm over all ranks, and one to call when hooks are done with gradients."""
+        """Let the strategy take part.
+
+        Args:
+            norm_of: computes the norm of gradients over the whole model, on all ranks.
+            after_hooks: is called when hooks and clipping are done with gradients, right before a step.
+        """
         self._norm_of, self._after_hooks = norm_of, after_hooks
 
-    def _after_closure(self, model: pl.LightningModule, optimizer: Any) -> None:
-        super()._after_closure(model, optimizer)
+    def hooks_are_done(self) -> None:
+        """Tell the strategy that hooks and clipping are done with the gradients."""
         if self._after_hooks is not None:
             self._after_hooks()
 
@@ -131,7 +141,7 @@ class PTDPPrecision(Precision):
             self.num_updates += 1
             return result
         result = closure()
-        self._after_closure(model, optimizer)
+        self.end_closure(model, optimizer)
         before = self.loss_scale.value
         self.was_skipped = not self._is_finite
         if self.was_skipped:

@@ -27,8 +27,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from lightning_ptdp.callbacks.users import callbacks_of
 from lightning_ptdp.config import ParallelConfig
+from lightning_ptdp.host.lightning import callbacks_of
 from lightning_ptdp.layout import Layout, layout_of
 from lightning_ptdp.preflight.compare import Section
 from lightning_ptdp.topology import Topology

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import LBFGS, Optimizer, SparseAdam
 
 from lightning_ptdp.config import ParallelConfig
+from lightning_ptdp.host.torch import BatchNorm
 from lightning_ptdp.names import first_few
 from lightning_ptdp.preflight.optimizer_probe import Verdict, judge
 from lightning_ptdp.topology import Topology
@@ -66,7 +66,7 @@ def _refused_tensors(module: nn.Module, topology: Topology) -> list[str]:
 
 def batch_norm_warning(module: nn.Module, topology: Topology, config: ParallelConfig) -> str | None:
     """What to say of batch norms that train on microbatches; None where they see whole batches, or there are none."""
-    names = [name for name, child in module.named_modules() if isinstance(child, _BatchNorm)]
+    names = [name for name, child in module.named_modules() if isinstance(child, BatchNorm)]
     if not names or (topology.pipeline_parallel_size == 1 and config.micro_batch_size == "auto"):
         return None
     return (

@@ -16,9 +16,10 @@ from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
 from lightning_ptdp.callbacks.averages import refused_averages
-from lightning_ptdp.callbacks.users import callbacks_of, refused_callbacks, refused_in_background
+from lightning_ptdp.callbacks.users import refused_callbacks, refused_in_background
 from lightning_ptdp.config import ParallelConfig
 from lightning_ptdp.deferred_init import DeferredInit
+from lightning_ptdp.host.lightning import callbacks_of
 from lightning_ptdp.layout import Layout, choose_model_parallel, lay_out, layout_of
 from lightning_ptdp.preflight import inventory
 from lightning_ptdp.preflight.compare import Findings, compare

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_ptdp.host.torch import compiled_call_of, is_compiled, set_compiled_call
 from lightning_ptdp.own_class import put_on
 from lightning_ptdp.recompute.moments import Beginning, DefaultDtype, Draws, HostDraws, ModuleState
 from lightning_ptdp.recompute.plan import Plan
@@ -86,10 +87,7 @@ def install(
 
 def _is_compiled(block: nn.Module) -> bool:
     """Whether torch.compile runs a part of it, where no operation can be watched."""
-    return any(
-        isinstance(child, torch._dynamo.OptimizedModule) or child._compiled_call_impl is not None
-        for child in block.modules()
-    )
+    return any(is_compiled(child) for child in block.modules())
 
 
 def _wrap(module: nn.Module, wrapper: Wrapper) -> Callable[[], None]:
@@ -98,12 +96,12 @@ def _wrap(module: nn.Module, wrapper: Wrapper) -> Callable[[], None]:
     The class is swapped, so that a copy of the module runs a forward of its own. A module that is compiled in place has
     the wrapper around what was compiled, hooks included: within, it would break the graph.
     """
-    compiled = module._compiled_call_impl
+    compiled = compiled_call_of(module)
     if compiled is not None:
-        module._compiled_call_impl = lambda *args, **kwargs: wrapper(compiled, args, kwargs)
+        set_compiled_call(module, lambda *args, **kwargs: wrapper(compiled, args, kwargs))
 
         def restore() -> None:
-            module._compiled_call_impl = compiled
+            set_compiled_call(module, compiled)
 
         return restore
     base, own = type(module), module.__dict__.pop("forward", None)

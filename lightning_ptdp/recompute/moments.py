@@ -17,8 +17,8 @@ from typing import Any, Protocol
 import numpy
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 
+from lightning_ptdp.host.torch import BatchOrInstanceNorm, buffers_of, version_of
 from lightning_ptdp.random_streams import generators
 
 _running = threading.local()
@@ -200,7 +200,7 @@ class ModuleState:
         """Put the noted values in place, and afterwards the present ones."""
         present = [(store, dict(store)) for owner in self._modules for store in _stores(owner)]
         for owner in self._modules:
-            owner._buffers.update({name: _copied(buffer) for name, buffer in owner._buffers.items()})
+            buffers_of(owner).update({name: _copied(buffer) for name, buffer in buffers_of(owner).items()})
         for note in self._notes:
             note.put_back()
         try:
@@ -214,7 +214,7 @@ class ModuleState:
 
 def _stores(owner: nn.Module) -> list[dict[str, Any]]:
     """Where a module holds buffers and attributes."""
-    return [owner._buffers, vars(owner)] if owner._buffers else [vars(owner)]
+    return [buffers_of(owner), vars(owner)] if buffers_of(owner) else [vars(owner)]
 
 
 class _Note:
@@ -222,7 +222,7 @@ class _Note:
 
     def __init__(self, store: dict[str, Any], owner: nn.Module) -> None:
         self._store, self._before = store, dict(store)
-        self._is_norm = store is owner._buffers and isinstance(owner, _NormBase) and owner.training
+        self._is_norm = store is buffers_of(owner) and isinstance(owner, BatchOrInstanceNorm) and owner.training
         self._editable = {
             name: (_copied(value), _mark(value))
             for name in store.keys() - _FRAMEWORKS
@@ -265,5 +265,5 @@ def _copied(value: Any) -> Any:
 def _mark(value: Any) -> Any:
     """Differs where a value was edited in place."""
     if isinstance(value, Tensor):
-        return None if value.is_inference() else value._version
+        return None if value.is_inference() else version_of(value)
     return [*map(id, value), *map(id, value.values())] if type(value) is dict else [*map(id, value)]

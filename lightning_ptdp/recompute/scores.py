@@ -19,12 +19,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_ptdp.host.torch import OpOverload, TorchDispatchMode, pytree, schema_of, version_of
 from lightning_ptdp.random_streams import generators
 
 _PRODUCTS = (torch.ops.aten.bmm.default, torch.ops.aten.baddbmm.default)
@@ -79,13 +77,13 @@ class _Saved:
 
     def __init__(self, tensor: Tensor, view: _View | None) -> None:
         self._tensor: Tensor | None = tensor
-        self._version = tensor._version
+        self._version = version_of(tensor)
         self._span: Span | None = None
         self.view = view
 
     def let_go(self, span: Span) -> None:
         """Forget the tensor, unless it was edited since."""
-        if self._tensor is not None and self._tensor._version == self._version:
+        if self._tensor is not None and version_of(self._tensor) == self._version:
             self._span, self._tensor = span, None
 
     def fill(self, tensor: Tensor) -> None:
@@ -109,10 +107,10 @@ class _Saved:
             assert tensor is not None, "computed again"
             return tensor
         assert self._tensor is not None, "kept"
-        if self._tensor._version != self._version:
+        if version_of(self._tensor) != self._version:
             raise RuntimeError(
                 f"a tensor of shape {tuple(self._tensor.shape)} that backward needs was modified by an inplace "
-                f"operation: it is at version {self._tensor._version}, and version {self._version} was saved"
+                f"operation: it is at version {version_of(self._tensor)}, and version {self._version} was saved"
             )
         return self._tensor
 
@@ -290,7 +288,7 @@ def _tensors(args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[Tensor]:
 
 def _version(tensor: Tensor) -> int:
     """How often it was edited; tensors of inference do not count."""
-    return 0 if tensor.is_inference() else tensor._version
+    return 0 if tensor.is_inference() else version_of(tensor)
 
 
 def _storage(tensor: Tensor) -> int:
@@ -300,10 +298,10 @@ def _storage(tensor: Tensor) -> int:
 
 def _written(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
     """The tensors that an operation edits in place."""
-    if not func._schema.is_mutable:
+    if not schema_of(func).is_mutable:
         return []
-    named = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
-    edits = [a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    named = dict(zip((argument.name for argument in schema_of(func).arguments), args, strict=False)) | kwargs
+    edits = [a.name for a in schema_of(func).arguments if a.alias_info is not None and a.alias_info.is_write]
     found = [named[name] for name in edits if name in named]
     return [leaf for leaf in pytree.tree_leaves(found) if isinstance(leaf, Tensor)]
 

@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
+from lightning_ptdp.host.torch import pytree, version_of
 from lightning_ptdp.recompute.moments import Again, Beginning, First
 
 Forward = Callable[..., Any]
@@ -35,7 +35,7 @@ class _Returned:
 
     def index(self, tensor: Tensor) -> int | None:
         """Which of the outputs a tensor is, unchanged; None if it is none."""
-        return next((i for i, (ref, v) in enumerate(self.outputs) if ref() is tensor and tensor._version == v), None)
+        return next((i for i, (ref, v) in enumerate(self.outputs) if ref() is tensor and version_of(tensor) == v), None)
 
     def values(self) -> tuple[Tensor, ...]:
         """The outputs again: asking for what is saved runs the block's second forward."""
@@ -105,7 +105,7 @@ class _Call:
             tensors = tuple(leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor))
             node = _Saved.apply(*tensors).grad_fn  # type: ignore[no-untyped-call]
             if is_first and node is not None:
-                self.returned.append(_Returned(tuple((weakref.ref(t), t._version) for t in tensors), node))
+                self.returned.append(_Returned(tuple((weakref.ref(t), version_of(t)) for t in tensors), node))
         return output
 
     def _arguments(self, kept: Sequence[Any]) -> Any:

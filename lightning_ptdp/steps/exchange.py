@@ -43,10 +43,11 @@ class Refusal:
 class Key:
     """One call of `log`: how its values merge, and what it was called with.
 
-    reduce: "mean", "sum", "min" or "max". is_synced: whether replicas merge.
-    arguments: of the user's `log` call, sorted pairs. call: how many with this name came before in the step or hook.
-    metric: name of the Metric object that was logged, else None. refusal: set where the call is an error.
-    dtype, has_value: of the value; a Metric may have none. They may differ between calls that merge.
+    reduce: "mean", "sum", "min" or "max". is_synced: whether its values merge over the replicas (sync_dist=True).
+    arguments: the user's other arguments to `log`, as sorted pairs. call: how many with this name came before in the
+    step or hook. metric: the name of the Metric object that was logged, else None. refusal: why the call is an error,
+    if it is. dtype: of the value. has_value: False for a Metric without a value of this step. The last two may differ
+    between calls that merge.
     """
 
     name: str
@@ -70,9 +71,9 @@ class Key:
 
 @dataclass(frozen=True, slots=True)
 class Logged:
-    """One value of a key: of a microbatch, of a replica's batch, or of the whole batch.
+    """The value of a key, over a microbatch, a replica's batch, or the whole batch.
 
-    weight: what it counts in a mean. batch_size: samples behind it.
+    weight: what the value counts in a mean. batch_size: how many samples it is about.
     """
 
     key: Key
@@ -83,10 +84,11 @@ class Logged:
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """A step's result.
+    """The result of a step, on a replica or on all.
 
     weight: sum of the microbatches' weights. weighted_loss: sum of weight * loss. scale: see `BatchRun`.
-    has_output: whether the step returned more than a loss. is_skipped: whether it returned None for everything.
+    num_samples: rows of the batch. has_output: whether the step returned more than a loss. logged: what it logged.
+    is_skipped: whether it returned None for every microbatch.
     """
 
     weight: float
@@ -111,7 +113,7 @@ class StepReport:
 def merge(values: Sequence[Logged]) -> Logged:
     """One value for several of the same key, by the key's reduction.
 
-    Those without samples do not count, nor does the mean of nothing (NaN, with weight 0).
+    Values without samples are left out unless there are no others, and so is the mean of nothing (NaN, of weight 0).
     """
     real = [value for value in values if value.batch_size] or list(values)
     key, weight = real[0].key, sum(value.weight for value in real)
@@ -126,9 +128,9 @@ def merge(values: Sequence[Logged]) -> Logged:
 
 
 class Exchange:
-    """Shares what ranks report.
+    """Lets all ranks know what some report.
 
-    speaks: whether this rank's word is its replica's: the first tensor rank of the last stage.
+    speaks: whether this rank reports for its replica, as the first tensor rank of the last stage does.
     """
 
     def __init__(self, groups: Groups) -> None:
@@ -140,10 +142,14 @@ class Exchange:
         self._hash = _hash(())
 
     def share(self, mine: StepReport | None, *, joins_replicas: bool = True) -> StepReport:
-        """The step's report on every rank: own scale, everything else merged over replicas as the keys say.
+        """Merge the reports of a step; every rank calls it.
 
-        mine: of this replica; needed from the rank that `speaks` for it. joins_replicas: False keeps to this replica,
-        for steps of which replicas run different numbers.
+        Args:
+            mine: the replica's report, from the rank that `speaks` for it; others may give None.
+            joins_replicas: False keeps to this replica, for steps of which replicas run different numbers.
+
+        Returns:
+            On every rank the replica's own scale, and everything else merged over the replicas as the keys say.
         """
         merged = None
         if self.speaks:
@@ -152,12 +158,14 @@ class Exchange:
         return self._to_the_replica(merged)
 
     def agree(self, mine: tuple[Logged, ...]) -> tuple[Logged, ...]:
-        """What a hook logged, alike on every rank; all ranks must call this after the hook.
+        """Agree on what a hook logged; all ranks must call this after the hook.
 
-        mine: what this rank logged in it.
+        Args:
+            mine: what this rank logged in it.
 
-        Returns its own values, those that are synced merged over the replicas, in an order that all ranks share;
-        after them come values that only other ranks of the replica logged, or other replicas if they are for all.
+        Returns:
+            One value a key, in an order that all ranks share: of this rank if it has one, merged over the replicas if
+            they are synced; else of another rank of the replica, or of another replica if every one has to log it.
         """
         groups, schema = self._groups, tuple(value.key for value in mine)
         size = groups.topology.world_size
@@ -231,8 +239,9 @@ def _merge_reports(mine: StepReport, reports: Sequence[StepReport]) -> StepRepor
 
 
 def _merge_values(mine: tuple[Logged, ...], replicas: Sequence[tuple[Logged, ...]]) -> tuple[Logged, ...]:
-    """One replica's values after those of all were seen, in the order in which the first replica that has it logged
-    each: metrics are computed in this order, on every rank.
+    """Merge one replica's values with those of all replicas.
+
+    The order is that in which the first replica that has a key logged it: every rank computes metrics in this order.
     """
     own = {value.key: value for value in mine}
     values = []

@@ -19,6 +19,7 @@ from torchmetrics import Metric
 
 from lightning_ptdp.comm.collectives import gather_objects
 from lightning_ptdp.comm.groups import Groups
+from lightning_ptdp.host.lightning import hook_in_progress
 from lightning_ptdp.steps.exchange import Exchange, Key, Logged
 from lightning_ptdp.steps.log_calls import LogCalls, named, numbers
 
@@ -45,7 +46,16 @@ class HookLogs:
         device: torch.device,
         num_samples: Callable[[], int | None],
     ) -> None:
-        """num_samples: of the batch that hooks are about, 0 if it does not count; None between batches."""
+        """
+        Args:
+            module: the user's.
+            calls: reads and makes its calls of `log`.
+            exchange: lets ranks agree on what they logged.
+            groups: of this rank.
+            device: where logged values are put.
+            num_samples: tells the rows of the batch that the running hook is about: 0 for a batch that does not count,
+                None between batches.
+        """
         self._module, self._calls, self._exchange = module, calls, exchange
         self._groups, self._device, self._num_samples = groups, device, num_samples
         self._own: dict[str, Any] = {}
@@ -54,9 +64,11 @@ class HookLogs:
         self._is_over = False
 
     def attach(self, callbacks: Sequence[Callback], *, extra: Sequence[str] = ()) -> None:
-        """Compare after each hook that the user's code fills on any rank; every rank must call this.
+        """Compare what ranks logged, after each hook that user code defines on any rank; every rank must call this.
 
-        extra: other hooks to compare after.
+        Args:
+            callbacks: the Trainer's.
+            extra: names of other hooks to compare after.
         """
         mine = [hook for hook in HOOKS if any(_is_users(owner, hook) for owner in (self._module, *callbacks))]
         for hook in sorted({*extra, *(hook for hooks in gather_objects(mine, self._groups.world) for hook in hooks)}):
@@ -72,14 +84,15 @@ class HookLogs:
         self._own.clear()
 
     def enter_step(self) -> None:
-        """Called before each step."""
+        """Note that an epoch goes on, so that calls in its last hook are compared."""
         self._is_over = False
 
     def log(self, name: str, value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Take a call of `log`, at once or for the end of the hook."""
-        hook = self._module._current_fx_name
+        hook = hook_in_progress(self._module)
         is_other = isinstance(value, Metric) and not self._calls.knows(value)
-        is_late = self._is_over and hook == _BEFORE_SOME_CALLBACKS  # nobody would compare after it
+        # A callback's hook that runs after the module's: the ranks have compared, and do so no more in this epoch.
+        is_late = self._is_over and hook == _BEFORE_SOME_CALLBACKS
         if hook not in self._own or is_late or is_other or named(args, kwargs).get("sync_dist_group"):
             self._calls.log(name, value, *args, **kwargs)
             return

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
+from lightning_ptdp.host.torchmetrics import set_step_value, step_value
 from lightning_ptdp.steps.exchange import Key, Logged, Refusal
 
 ALREADY_SYNCED = "lightning_ptdp: merged over the replicas already"
@@ -38,7 +39,10 @@ _POSITIONAL = (
 
 @dataclass(frozen=True, slots=True)
 class LogCall:
-    """value: None for a Metric that has none of its own for the step. batch_size: None where the user gave none."""
+    """A call of `log`.
+
+    value: a scalar tensor; None for a Metric without a value of this step. batch_size: None where the user gave none.
+    """
 
     key: Key
     value: Tensor | None
@@ -57,9 +61,12 @@ class LogCalls:
         self._metric_names: dict[int, str] | None = None
 
     def read(self, name: str, value: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, call: int) -> LogCall:
-        """The call; one that Lightning refuses has its error in the key.
+        """Take down a call; the key of one that Lightning refuses holds the error.
 
-        args, kwargs: as for `log`, after the value. call: how many of this name came before.
+        Args:
+            name, value: as for `log`.
+            args, kwargs: what followed the value.
+            call: how many of this name came before in the step or hook.
         """
         given = named(args, kwargs)
         batch_size = given.pop("batch_size", None)
@@ -67,7 +74,7 @@ class LogCalls:
         try:
             reduce = _reduction(name, given.get("reduce_fx", "mean"))
             metric = self._name_of(name, value) if isinstance(value, Metric) else None
-            shown = value._forward_cache if isinstance(value, Metric) else value
+            shown = step_value(value) if isinstance(value, Metric) else value
             tensor = None if metric and shown is None else _scalar(name, shown)
             _check_arguments(name, given)
         except Exception as error:
@@ -110,9 +117,9 @@ class LogCalls:
             if key.metric is not None:
                 metric = self._module.get_submodule(key.metric)
                 assert isinstance(metric, Metric), "found under this name when it was logged"
-                metric._forward_cache = number if key.has_value else None  # type: ignore[assignment]
+                set_step_value(metric, number if key.has_value else None)
                 self.make(key, metric, round(value.batch_size))
-            elif value.batch_size or key.reduce == "mean":  # else of a replica that has only batches that do not count
+            elif value.batch_size or key.reduce == "mean":  # else none of the batches here counts
                 self.make(key, number, round(value.batch_size))
 
     def knows(self, metric: Metric) -> bool:
@@ -169,7 +176,7 @@ def _reduction(name: str, reduce_fx: Any) -> str:
 
 
 def _check_arguments(name: str, given: Mapping[str, Any]) -> None:
-    """Find at the call what Lightning would find at the replay, which other replicas may not have."""
+    """Refuse at the call what Lightning would refuse at the replay, since some replicas may have nothing to replay."""
     unknown = given.keys() - set(_POSITIONAL)
     if unknown:
         raise TypeError(f"`self.log({name!r}, ...)` got unexpected arguments {sorted(unknown)}")
@@ -198,7 +205,7 @@ def _scalar(name: str, value: Any) -> Tensor:
 
 
 def _line_of_user() -> str:
-    """Where the user's code is that called into Lightning or us."""
+    """Find the line of user code that called into Lightning or us."""
     for frame in reversed(traceback.extract_stack()):
         folders = frame.filename.replace("\\", "/").split("/")
         if "lightning_ptdp" not in folders and "lightning" not in folders:

@@ -61,7 +61,13 @@ class LogRecorder:
 
     @contextmanager
     def microbatch(self, index: int, num_samples: int, *, keep: bool) -> Iterator[None]:
-        """Within, calls belong to this microbatch. keep: whether this run is the one that counts."""
+        """Within, calls belong to this microbatch.
+
+        Args:
+            index: of the microbatch in its batch.
+            num_samples: its rows.
+            keep: whether this run of the step is the one whose calls count.
+        """
         assert self._records is not None, "microbatches run within a recording"
         self._microbatch, self._num_samples = index, num_samples
         self._seen.clear()
@@ -71,9 +77,11 @@ class LogRecorder:
             del self._records[before:]
 
     def merged(self, weights: list[float], *, counts: bool = True) -> tuple[Logged, ...]:
-        """One value a call over the microbatches of the step.
+        """Merge the calls of the step's microbatches: one value a key.
 
-        weights: of the microbatches, by index. counts: whether the batch's samples do, in means over an epoch.
+        Args:
+            weights: of the microbatches' losses, by index.
+            counts: whether the batch's samples count in means over an epoch.
         """
         assert self._records is not None, "called within the recording"
         by_key: dict[Key, list[_Record]] = {}
@@ -90,7 +98,7 @@ class LogRecorder:
         return tuple(merge(group) for group in logged.values())
 
     def _value(self, call: LogCall, by_key: dict[Key, list[_Record]]) -> Tensor | None:
-        """What a call counts with: of a metric that several microbatches logged, its value over all of them."""
+        """The value that a call counts with: if microbatches logged a metric, that of the metric over all of them."""
         if call.value is None or call.key.metric is None or len(by_key[call.key]) == 1:
             return call.value
         return self._metrics.value(call.key.metric, default=call.value)

@@ -15,6 +15,7 @@ from torchmetrics import Metric
 from lightning_ptdp.comm.collectives import broadcast_object
 from lightning_ptdp.comm.groups import Groups
 from lightning_ptdp.engine.outputs import packed, unpacked
+from lightning_ptdp.host.torchmetrics import never_sync, set_update_count
 
 _PLAIN = "_ptdp_plain_compute"
 
@@ -56,12 +57,12 @@ def _compute_everywhere(
         if not is_in_step():
             mine = None
             if groups.is_last_pipeline_rank:
-                mine = packed(metric.metric_state), metric._update_count
+                mine = packed(metric.metric_state), metric.update_count
             state, count = broadcast_object(mine, groups.pipeline_ranks[-1], groups.pipeline)
             if not groups.is_last_pipeline_rank:
                 for name, value in unpacked(state, device).items():
                     setattr(metric, name, value)
-                metric._update_count, metric._computed = count, None
+                set_update_count(metric, count)
         return plain(*args, **kwargs)
 
     return compute
@@ -75,10 +76,10 @@ def _copy(value: Any) -> Any:
 def frozen_metrics(module: nn.Module) -> Iterator[None]:
     """Within, metrics may be updated; afterwards they stand where they stood.
 
-    Only that they were updated stays known: a replica without samples of its own computes what the others have.
+    They still know that they were updated, so that a replica without samples of its own computes what others have.
     """
     before = {
-        metric: ({name: _copy(value) for name, value in metric.metric_state.items()}, metric._update_count)
+        metric: ({name: _copy(value) for name, value in metric.metric_state.items()}, metric.update_count)
         for metric in module.modules()
         if isinstance(metric, Metric)
     }
@@ -88,7 +89,7 @@ def frozen_metrics(module: nn.Module) -> Iterator[None]:
         for metric, (state, count) in before.items():
             for name, value in state.items():
                 setattr(metric, name, value)
-            metric._update_count, metric._computed = max(count, min(metric._update_count, 1)), None
+            set_update_count(metric, max(count, min(metric.update_count, 1)))
 
 
 class StepMetrics:
@@ -128,7 +129,7 @@ class StepMetrics:
             self._counts = False
 
     def value(self, name: str, default: Tensor) -> Tensor:
-        """Of a metric over the microbatches that its forward saw in this step; `default` if it saw none."""
+        """The value of a metric over the microbatches that its forward saw in this step; `default` if it saw none."""
         if name not in self._seen:
             return default
         value: Tensor = self._twins[name].compute()
@@ -142,11 +143,11 @@ class StepMetrics:
 
 
 def _twin(metric: Metric) -> Metric:
-    """A copy that computes where it is, and so do the metrics in it."""
+    """Copy a metric; the copy, and the metrics in it, compute from their own state without a collective."""
     group = metric.process_group
     twin = copy.deepcopy(metric, {} if group is None else {id(group): None})  # a group cannot be copied
     for part in twin.modules():
         if isinstance(part, Metric):
-            part.sync_on_compute = part._to_sync = False
+            never_sync(part)
     twin.reset()
     return twin

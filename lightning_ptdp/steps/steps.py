@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 from lightning_ptdp.callbacks.loop_progress import LoopProgress
 from lightning_ptdp.callbacks.stage_state import state_set_aside
-from lightning_ptdp.callbacks.users import callbacks_of
 from lightning_ptdp.comm.collectives import broadcast_object, gather_objects
 from lightning_ptdp.comm.failure import FailureBoard
 from lightning_ptdp.engine import outputs
 from lightning_ptdp.engine.engine import BatchRun, Engine
 from lightning_ptdp.engine.microbatches import Microbatch, digest, num_samples
+from lightning_ptdp.host.lightning import callbacks_of
 from lightning_ptdp.steps.exchange import Exchange, StepReport
 from lightning_ptdp.steps.hook_logs import HookLogs
 from lightning_ptdp.steps.log_calls import LogCalls

@@ -18,6 +18,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
 from lightning_ptdp.comm.collectives import all_gather_dim
+from lightning_ptdp.host.torch import version_of
 
 
 class Joined:
@@ -25,12 +26,12 @@ class Joined:
 
     def __init__(self, whole: Tensor, part: Tensor, group: ProcessGroup, dim: int) -> None:
         self.whole, self.part = whole, part
-        self._version = whole._version
+        self._version = version_of(whole)
         self._gather = _Gather(group, dim)
 
     def is_of(self, tensor: Tensor) -> bool:
         """Whether a tensor is the joined one, unchanged."""
-        return tensor is self.whole and tensor._version == self._version
+        return tensor is self.whole and version_of(tensor) == self._version
 
     def anew(self) -> Joined:
         """The same, for the projections of a second forward."""

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F
-from torch.utils import _pytree as pytree
 
 from lightning_ptdp.comm.collectives import chunk_sizes, gather_from
+from lightning_ptdp.host.torch import pytree, without_torch_function
 from lightning_ptdp.kernels.cross_entropy import cross_entropy
 from lightning_ptdp.tensor_parallel.cross_entropy import vocabulary_parallel_cross_entropy
 
@@ -130,7 +130,7 @@ class SplitLogits(Tensor):
         if isinstance(kwargs.get("input"), SplitLogits) and func is F.cross_entropy and not args:
             return cls.__torch_function__(func, types, (kwargs.pop("input"),), kwargs)
         if func in _METADATA:
-            with torch._C.DisableTorchFunctionSubclass():
+            with without_torch_function():
                 return func(*args, **kwargs)
         edited = first if isinstance(first, SplitLogits) and _edits(func) else None
         if edited is not None:
@@ -147,7 +147,7 @@ class SplitLogits(Tensor):
         """The result from the shard; NotImplemented where that would not be the same."""
         others = (*args[1:], *kwargs.values())
         if func in _METADATA:
-            with torch._C.DisableTorchFunctionSubclass():
+            with without_torch_function():
                 return func(*args, **kwargs)
         if func in _OF_THE_SHARD:
             return func(self.shard, *args[1:], **kwargs)
@@ -178,7 +178,7 @@ class SplitLogits(Tensor):
         """Views that leave the last dim, the vocabulary, alone."""
         if self.vocabulary_dim != self.shard.ndim - 1:
             return NotImplemented
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_torch_function():
             shape = func(torch.empty(self.shape, device="meta"), *args[1:], **kwargs).shape
         if not shape or shape[-1] != self.vocabulary:
             return NotImplemented
@@ -253,7 +253,7 @@ def _edits(func: Callable[..., Any]) -> bool:
 
 
 def _outline(logits: SplitLogits) -> Tensor:
-    with torch._C.DisableTorchFunctionSubclass():
+    with without_torch_function():
         return logits.as_subclass(Tensor)
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from lightning_ptdp.comm.collectives import copy_to, gather_from, gathered_to
+from lightning_ptdp.host.torch import version_of
 from lightning_ptdp.random_streams import SplitRegion
 from lightning_ptdp.tensor_parallel.gathered import Joined
 
@@ -49,7 +50,7 @@ class Peers:
         Of what `join_sequence` returned, the gradient is summed and scattered instead, straight to the parts. The last
         copy is kept until `forget`, and used again for the same, unchanged input.
         """
-        state = (tensor._version, torch.is_grad_enabled())
+        state = (version_of(tensor), torch.is_grad_enabled())
         if self._copied is None or self._copied[0] is not tensor or self._copied[1] != state:
             self._copied = tensor, state, self._copy(tensor)
         return self._copied[2]

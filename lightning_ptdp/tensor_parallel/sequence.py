@@ -14,9 +14,9 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from lightning_ptdp.comm.collectives import gather_from, reduce_scatter_from, scatter_to
+from lightning_ptdp.host.torch import pytree
 from lightning_ptdp.tensor_parallel.peers import Peers
 
 SEQUENCE_DIM = 1
