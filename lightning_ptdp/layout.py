@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 
 from lightning_ptdp.config import ParallelConfig, divisors
 from lightning_ptdp.pipeline.blocks import find_blocks
-from lightning_ptdp.pipeline.partition import Partition, partition
+from lightning_ptdp.pipeline.partition import ONE_STAGE, Partition, partition
 from lightning_ptdp.recompute import Plan
 from lightning_ptdp.recompute import plan as plan_recomputation
 from lightning_ptdp.schedule import choose
@@ -29,11 +29,14 @@ _ATTRIBUTE = "_ptdp_layout"
 
 @dataclass(frozen=True)
 class Layout:
-    """A module's place on the ranks. partition: None without a pipeline. recompute: None where nothing is."""
+    """A module's place on the ranks. recompute: None where nothing is recomputed.
+
+    num_stages: p * v. With faults of the partition that is more than the stages that there are.
+    """
 
     topology: Topology
     num_stages: int
-    partition: Partition | None = None
+    partition: Partition = ONE_STAGE
     placement: Placement = field(default_factory=Placement)
     recompute: Plan | None = None
 
@@ -58,7 +61,7 @@ def describe(layout: Layout, config: ParallelConfig) -> str:
     )
     if layout.recompute is not None:
         sizes += f"; recompute {layout.recompute.kind!r} in {layout.recompute.num_blocks} blocks"
-    if cut is None:
+    if cut.num_stages == 1:
         return sizes
     blocks = ", ".join(str(high - low) for low, high in pairwise(cut.bounds))
     schedule = choose(
@@ -94,15 +97,16 @@ def lay_out(module: nn.Module, config: ParallelConfig, topology: Topology) -> tu
         ]
     config = config.without_module_faults()
     cut, faults = _partition(module, config, stages)
-    if cut is not None:
+    is_cut = not faults
+    if is_cut and stages > 1:
         faults += _side_outputs(module)
     placement, more = _placement(module, topology.tensor_parallel_size, config)
-    recompute, worse = _recomputation(module, config, cut) if cut is not None or stages == 1 else (None, [])
+    recompute, worse = _recomputation(module, config, cut) if is_cut else (None, [])
     return Layout(topology, stages, cut, placement, recompute), faults + more + worse
 
 
-def _recomputation(module: nn.Module, config: ParallelConfig, cut: Partition | None) -> tuple[Plan | None, list[str]]:
-    """What recomputes; faults of the configuration itself are told elsewhere. cut: None where one stage holds all."""
+def _recomputation(module: nn.Module, config: ParallelConfig, cut: Partition) -> tuple[Plan | None, list[str]]:
+    """What recomputes; faults of the configuration itself are told elsewhere."""
     if config.recompute == "none" or config.recompute_faults():
         return None, []
     try:
@@ -120,8 +124,8 @@ def _recomputation(module: nn.Module, config: ParallelConfig, cut: Partition | N
     return found, []
 
 
-def _blocks_of_stages(module: nn.Module, config: ParallelConfig, cut: Partition | None) -> list[list[str]]:
-    if cut is not None:
+def _blocks_of_stages(module: nn.Module, config: ParallelConfig, cut: Partition) -> list[list[str]]:
+    if cut.num_stages > 1:
         names = [f"{cut.blocks}.{name}" for name in cut.block_names]
         return [names[low:high] for low, high in pairwise(cut.bounds)]
     try:
@@ -143,9 +147,9 @@ def _was_split(known: Layout, topology: Topology, stages: int) -> str:
     )
 
 
-def _partition(module: nn.Module, config: ParallelConfig, stages: int) -> tuple[Partition | None, list[str]]:
+def _partition(module: nn.Module, config: ParallelConfig, stages: int) -> tuple[Partition, list[str]]:
     if stages == 1:
-        return None, []
+        return ONE_STAGE, []
     try:
         found = partition(
             module,
@@ -157,7 +161,7 @@ def _partition(module: nn.Module, config: ParallelConfig, stages: int) -> tuple[
             shared=config.shared,
         )
     except ValueError as error:
-        return None, [str(error)]
+        return ONE_STAGE, [str(error)]
     return found, []
 
 

@@ -7,7 +7,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -42,9 +42,9 @@ from lightning_ptdp.callbacks.users import (
     show_whole_model,
     tell_restored,
 )
-from lightning_ptdp.checkpoint.contents import contents_of, gather_module
-from lightning_ptdp.checkpoint.local_state import LocalState, check_names
+from lightning_ptdp.checkpoint.contents import contents_of
 from lightning_ptdp.checkpoint.pretrained import is_pretrained, read_pretrained
+from lightning_ptdp.checkpoint.run_state import RunState
 from lightning_ptdp.checkpoint.store import Store
 from lightning_ptdp.checkpoint.whole_or_absent import cut_off
 from lightning_ptdp.comm import collectives
@@ -53,7 +53,8 @@ from lightning_ptdp.comm.groups import Groups, join_world, world, world_copy
 from lightning_ptdp.config import Auto, ParallelConfig
 from lightning_ptdp.data_parallel.scaling import GradientSample, check_scaled_alike
 from lightning_ptdp.deferred_init import DeferredInit
-from lightning_ptdp.engine.engine import Engine
+from lightning_ptdp.engine.batch_run import Window
+from lightning_ptdp.engine.engine import Engine, assemble
 from lightning_ptdp.engine.parameter_groups import WholeGroups
 from lightning_ptdp.host.lightning import SubprocessScriptLauncher, callbacks_of, splits_samplers, syncs_batch_norms
 from lightning_ptdp.kernels.status import in_a_line
@@ -92,6 +93,20 @@ _PLACE_ADVICE = (
     r"You're resuming from a checkpoint that ended before the epoch ended and your dataloader is not resumable"
 )
 _CHECKED_BATCHES = 2  # of a run and of each epoch of training, that the ranks of a replica compare
+
+
+@dataclass(frozen=True)
+class _Run:
+    """What set-up makes of a module for one call of the Trainer's.
+
+    state: of the run, as checkpoints have it. resuming: keeps and restores random generators and the loaders' places.
+    """
+
+    engine: Engine
+    steps: Steps
+    whole_groups: WholeGroups
+    state: RunState
+    resuming: Resuming
 
 
 class PTDPStrategy(ParallelStrategy):
@@ -187,14 +202,10 @@ class PTDPStrategy(ParallelStrategy):
         self._deferred: DeferredInit | None = None
         self._sizes: Sizes | None = None
         self._groups: Groups | None = None
-        self._engine: Engine | None = None
-        self._exchange: Exchange | None = None
-        self._steps: Steps | None = None
+        self._run: _Run | None = None
         self._board: FailureBoard | None = None
         self._progress, self._stop_together = LoopProgress(), StopTogether(self.config.signals)
         self._predicts = False
-        self._parameter_groups = WholeGroups()
-        self._resuming: Resuming | None = None
         self._loading: RemovableHandle | None = None
         self._blocks_sync = False
         self._unchecked = 0
@@ -223,20 +234,22 @@ class PTDPStrategy(ParallelStrategy):
     @property
     def engine(self) -> Engine:
         """What runs the batches."""
-        assert self._engine is not None, "the engine exists from setup on"
-        return self._engine
+        return self._set_up.engine
 
     @property
     def steps(self) -> Steps:
         """What runs the user's steps."""
-        assert self._steps is not None, "made at setup"
-        return self._steps
+        return self._set_up.steps
 
     @property
     def resuming(self) -> Resuming:
         """What keeps and restores random generators and the loaders' places."""
-        assert self._resuming is not None, "made at setup"
-        return self._resuming
+        return self._set_up.resuming
+
+    @property
+    def _set_up(self) -> _Run:
+        assert self._run is not None, "made at setup"
+        return self._run
 
     @property
     def _module(self) -> pl.LightningModule:
@@ -313,7 +326,6 @@ class PTDPStrategy(ParallelStrategy):
         if self._groups is not None and self._groups.topology == topology:
             return
         self._groups = Groups.create(topology, self.root_device.type)
-        self._exchange = Exchange(self._groups)
         assert self.cluster_environment is not None, "set by the connector"
         host = self.cluster_environment.main_address
         self._board = FailureBoard(topology, self.global_rank, host, self._groups.world)
@@ -358,26 +370,15 @@ class PTDPStrategy(ParallelStrategy):
             rank_zero_warn(warning)
         with self._recording():
             self.precision.convert_module(module)
-        former = self._engine
-        self._engine = Engine(self.config, self.groups, self.root_device, self._agreed_seed())
-        self._engine.set_up(module, layout.partition, layout.placement, self._deferred)
-        self._deferred = None
-        self._engine.recompute(module, layout.recompute)
-        if former is not None and not fits:
-            self._engine.mains = former.mains  # of the optimizers of an earlier fit
-        self.model_to_device()
-        sizes = {**asdict(layout.topology), "virtual_pipeline_size": self.config.virtual_pipeline_size}
-        self._resuming = Resuming(trainer, self.groups, self.root_device, sizes)
+        self._run = self._assemble(trainer, layout, fits=fits)
         if fits:
-            self._engine.join_statistics(module, all_batch_norms=syncs_batch_norms(self))
+            self.engine.join_statistics(module, all_batch_norms=syncs_batch_norms(self))
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
         self._unchecked = _CHECKED_BATCHES
-        self.precision.bind(self._norm_of, self._after_hooks)
+        self.precision.bind(self.engine.gradients.norm, self._after_hooks)
         self.precision.keeps_copies = module.automatic_optimization
         self._watches_edits = self.groups.replica.size() > 1 and edits_gradients(trainer, module)
-        assert self._exchange is not None, "made with the groups"
-        self._steps = Steps(module, self._engine, self._exchange, self._board, self._progress)
         for advice in (_SAMPLER_ADVICE, _PLACE_ADVICE):
             warnings.filterwarnings("ignore", message=advice)
         if self.groups.topology.data_parallel_size == 1:
@@ -385,7 +386,36 @@ class PTDPStrategy(ParallelStrategy):
         connect_metrics(module, self.groups, lambda: self.steps.is_in_step, self.root_device)
         self._connect_callbacks(trainer)
         share_random_state(self.root_device, self.groups.world)
-        self._resuming.is_set_up = True
+        self.resuming.is_set_up = True
+
+    def _assemble(self, trainer: pl.Trainer, layout: Layout, *, fits: bool) -> _Run:
+        """Split the module; a run that evaluates keeps the optimizers of the fit before it, for a checkpoint."""
+        module, former = self._module, None if fits else self._run
+        engine = assemble(
+            module,
+            layout,
+            self.config,
+            self.groups,
+            self.root_device,
+            seed=self._agreed_seed(),
+            deferred=self._deferred,
+            mains=None if former is None else former.engine.parameters.mains,
+        )
+        self._deferred = None
+        parameters, gradients = engine.parameters, engine.gradients
+        sizes = {**asdict(layout.topology), "virtual_pipeline_size": self.config.virtual_pipeline_size}
+        return _Run(
+            engine=engine,
+            steps=Steps(module, engine, Exchange(self.groups), self._board, self._progress),
+            whole_groups=WholeGroups(
+                parameters,
+                gradients,
+                shards=self.config.distributed_optimizer,
+                former=None if former is None else former.whole_groups,
+            ),
+            state=RunState(module, parameters, gradients, self.groups),
+            resuming=Resuming(trainer, self.groups, self.root_device, sizes),
+        )
 
     def _connect_callbacks(self, trainer: pl.Trainer) -> None:
         callbacks, topology = callbacks_of(trainer), self.groups.topology
@@ -401,7 +431,7 @@ class PTDPStrategy(ParallelStrategy):
         show_whole_model(callbacks, self.whole_model)
         count_replicas(callbacks, topology, self.root_device, str(self.precision.precision))
         if topology.replica_size > 1:
-            self._loading = split_averages(callbacks, self._module, self._state_of_module(), self.groups)
+            self._loading = split_averages(callbacks, self._module, self._set_up.state.local(), self.groups)
 
     def _settle_layout(self, trainer: pl.Trainer) -> Layout:
         """The layout of the module; raises on every rank with all that is wrong, before the first collective on it."""
@@ -420,27 +450,26 @@ class PTDPStrategy(ParallelStrategy):
 
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         """Configure the optimizers on the whole tree, then leave them what this rank owns."""
-        module, skeleton = self._module, self.engine.skeleton
-        with self.engine.whole():
+        groups = self._set_up.whole_groups
+        with self.engine.parameters.whole():
             super().setup_optimizers(trainer)
             settle_optimizers(
-                module,
+                self._module,
                 self.optimizers,
                 self.lr_scheduler_configs,
                 self.groups.topology,
                 self.groups.world,
                 shards=self.config.distributed_optimizer,
             )
-        self._parameter_groups = WholeGroups(frozenset() if skeleton is None else skeleton.hollow.parameters)
-        self._parameter_groups.hide(self.optimizers)
+        groups.hide(self.optimizers)
         if self.precision.loss_scale is not None:
             for config in self.lr_scheduler_configs:
                 if config.interval == "step":
                     hold(config.scheduler, lambda: self.precision.was_skipped)
-        if module.automatic_optimization:
-            self._bind()
+        if self._module.automatic_optimization:
+            groups.bind(self.optimizers)
         else:
-            self.engine.bind_manual(module)
+            self.engine.gradients.bind_manual()
 
     @contextmanager
     def whole_model(self) -> Iterator[None]:
@@ -449,58 +478,8 @@ class PTDPStrategy(ParallelStrategy):
         For code outside steps that freezes modules or adds parameter groups; it must run on every rank. The values of
         what other ranks own are NaN.
         """
-        with self.engine.whole(), self._parameter_groups.shown(self.optimizers):
+        with self._set_up.whole_groups.shown(self.optimizers):
             yield
-
-    def _trained(self) -> list[nn.Parameter]:
-        """The module's parameters that the optimizers train here."""
-        held = [p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]]
-        return [p for p in dict.fromkeys(map(self.engine.parameter_of, held)) if p.requires_grad]
-
-    def _stepped(self) -> list[nn.Parameter]:
-        """What the optimizers step for them."""
-        return [self.engine.weight_of(p) for p in self._trained()]
-
-    def _follow_what_trains(self, is_first: bool) -> str | None:
-        """Make other buffers where parameters were frozen, unfrozen or added; or say what is wrong with it.
-
-        is_first: of an accumulation window.
-        """
-        if self.engine.trains(self._trained()):
-            return None
-        if not is_first:
-            return (
-                "parameters were frozen or unfrozen within a window of accumulate_grad_batches, whose gradients are "
-                "summed already; do it before the first batch of a window, at the start of an epoch for example"
-            )
-        fault = self._parameter_groups.follow(self.optimizers)
-        if fault is None:
-            self._bind()
-        return fault
-
-    def _bind(self) -> None:
-        """Let the optimizers step main weights, and the engine collect gradients for them."""
-        self.engine.bind(self._module, self._trained(), shards=self.config.distributed_optimizer)
-        assert self.engine.mains is not None, "bound"
-        for optimizer in self.optimizers:
-            self.engine.mains.install(optimizer)
-        self._parameter_groups.weight_of = self.engine.weight_of
-        self._parameter_groups.parameter_of = self.engine.parameter_of
-
-    def _group_names(self) -> list[list[list[str]]]:
-        """The plain names of the whole model's parameters, by optimizer and group."""
-        fault = self._parameter_groups.follow(self.optimizers)
-        if fault is not None:
-            raise RuntimeError(fault)
-        with self.engine.whole():
-            names = {parameter: name for name, parameter in self._module.named_parameters()}
-        try:
-            return self._parameter_groups.names(names)
-        except KeyError:
-            raise RuntimeError(
-                "the optimizers hold parameters of another module than the Trainer's, which was replaced since `fit`; "
-                "save the checkpoint before, or its weights alone (weights_only=True)"
-            ) from None
 
     @property
     def precision(self) -> PTDPPrecision:
@@ -558,28 +537,23 @@ class PTDPStrategy(ParallelStrategy):
             output = self.steps.train_manually(context, args, kwargs, number=loop.total_batch_idx)
             self._remark_on_recomputation()
             return output
-        is_first = loop.batch_idx % accumulate == 0
-        self.engine.agree(self._follow_what_trains(is_first))
-        watches = self.config.detect_nonfinite if self.precision.loss_scale is None else self.precision.is_in_trouble
-        if watches:
-            self.engine.watch_gradients(module)
-        output = self.steps.train(
-            context,
-            lambda loss: self.precision.backward(loss, module, None),
-            args,
-            kwargs,
+        window = Window(
             number=loop.total_batch_idx,
             accumulate=accumulate,
-            is_first=is_first,
+            is_first=loop.batch_idx % accumulate == 0,
             is_last=not self._blocks_sync,
-            loss_dtype=self.precision.loss_dtype,
-            loss_scale=self.precision.scale,
         )
+        gradients = self.engine.gradients
+        self.engine.agree(self._set_up.whole_groups.keep_up(self.optimizers, is_first=window.is_first))
+        watches = self.config.detect_nonfinite if self.precision.loss_scale is None else self.precision.is_in_trouble
+        if watches:
+            gradients.watch(self.engine.where)
+        output = self.steps.train(args, kwargs, window, self.precision)
         self._remark_on_recomputation()
         if watches:
-            self.engine.refuse_nonfinite(None if self.precision.loss_scale is None else self.precision.scale)
-        if output is None and not self._blocks_sync:  # a skipped batch has no backward, and may end a window
-            self.engine.reduce_gradients()
+            gradients.refuse_nonfinite(None if self.precision.loss_scale is None else self.precision.scale)
+        if output is None and window.is_last:  # a skipped batch has no backward, and may end a window
+            gradients.reduce()
         return output
 
     def _remark_on_recomputation(self) -> None:
@@ -594,17 +568,17 @@ class PTDPStrategy(ParallelStrategy):
             return self._manual_backward(closure_loss, optimizer, *args, **kwargs)
         closure_loss = self.precision.pre_backward(closure_loss, module)
         if not self._blocks_sync:
-            self.engine.reduce_gradients()
+            self.engine.gradients.reduce()
             if self.precision.loss_scale is not None:
-                self.precision.take_gradients(are_finite=self.engine.are_gradients_finite())
+                self.precision.take_gradients(are_finite=self.engine.gradients.are_finite())
             self._sample = GradientSample(self._stepped()) if self._watches_edits else None
         return self.precision.post_backward(closure_loss, module)
 
     def _manual_backward(self, loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Manual optimization, without a pipeline: average over the replicas what one backward gave."""
         loss = super().backward(loss, optimizer, *args, **kwargs)
-        if self.engine.manual is not None and not self._blocks_sync:
-            self.engine.manual.settle()
+        if self.engine.gradients.manual is not None and not self._blocks_sync:
+            self.engine.gradients.manual.settle()
         return loss
 
     def optimizer_step(
@@ -615,7 +589,7 @@ class PTDPStrategy(ParallelStrategy):
         Raises:
             RuntimeError: gradients of manual optimization are not those of all replicas.
         """
-        manual = self.engine.manual
+        manual = self.engine.gradients.manual
 
         def checked() -> Any:
             result = closure()
@@ -624,7 +598,7 @@ class PTDPStrategy(ParallelStrategy):
             return result
 
         result = super().optimizer_step(optimizer, checked, model, **kwargs)
-        self.engine.refresh_weights()
+        self.engine.gradients.refresh_weights()
         return result
 
     @contextmanager
@@ -672,13 +646,14 @@ class PTDPStrategy(ParallelStrategy):
 
     def gradient_norm(self) -> Tensor:
         """The norm of the finished gradients over the whole model, for hooks before a step; every rank must call it."""
-        return self._norm_of(self._stepped())
+        return self.engine.gradients.norm(self._stepped())
 
-    def _norm_of(self, parameters: list[nn.Parameter]) -> Tensor:
-        return self.engine.gradient_norm(self._module, parameters)
+    def _stepped(self) -> list[nn.Parameter]:
+        """What the optimizers step here."""
+        return self._set_up.whole_groups.stepped(self.optimizers)
 
     def _after_hooks(self) -> None:
-        self.engine.take_edits()
+        self.engine.gradients.take_edits()
         if self._sample is not None:
             check_scaled_alike(self._sample, self.groups.replica, self.groups.topology.replica_ranks(self.groups.at))
             self._sample = None
@@ -739,45 +714,20 @@ class PTDPStrategy(ParallelStrategy):
             self._background_world = world_copy()
         return self._background_world
 
-    def _state_of_module(self) -> LocalState:
-        """Names and places of the module's own weights and buffers."""
-        return LocalState(self.groups, self.engine.state_names(self._module), self.engine.placement.shards)
-
-    def _local_state(self) -> LocalState:
-        """The same, and of what optimizers step."""
-        local = self._state_of_module()
-        for stepped in self.engine.stepped(self._module):
-            place = local.place(stepped.name, stepped.parameter.shape)
-            run = stepped.run
-            local.trained[stepped.name] = place if run is None else place.run(run.start, run.length)
-        local.main_weights = frozenset(self._main_weights())
-        return local
-
-    def _main_weights(self) -> dict[str, nn.Parameter]:
-        """The float32 weights behind 16-bit ones, by name: a checkpoint holds them in their place."""
-        own = dict(self._module.named_parameters(remove_duplicate=False))
-        found = {stepped.name: stepped.weight for stepped in self.engine.stepped(self._module)}
-        return {name: found[name] for name, parameter in own.items() if found[name].dtype != parameter.dtype}
-
-    def _held_state(self) -> dict[str, Any]:
-        """The module's state as a checkpoint has it."""
-        self.engine.take_edits()
-        return {**self._module.state_dict(), **{n: weight.detach() for n, weight in self._main_weights().items()}}
-
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """What this rank holds of the plain module's state, under its names; every rank must save."""
         self._refuse_after_failure()
-        return self._held_state()
+        return self._set_up.state.held()
 
     def whole_state_dict(self) -> dict[str, Any]:
         """The plain module's state in the memory of global rank 0, empty elsewhere; every rank must call this."""
-        return gather_module(self._held_state(), self._local_state(), self.groups)
+        return self._set_up.state.whole()
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """What this rank holds of the plain optimizer's state, by names of parameters; every rank must save."""
         plain = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-        names = self._group_names()[self.optimizers.index(plain)]
-        return self._local_state().optimizer_state(plain, names, self.engine.held_names(self._module))
+        names = self._set_up.whole_groups.names(self.optimizers, self._module)
+        return self._set_up.state.of_optimizer(plain, names[self.optimizers.index(plain)])
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
         """Save a folder that all ranks write, or one file; every rank must call this.
@@ -793,7 +743,7 @@ class PTDPStrategy(ParallelStrategy):
         path = str(self.broadcast(str(filepath)))
         if "optimizer_states" in checkpoint:
             checkpoint[KEY] = self.resuming.state(self.engine.streams.seed)
-        contents = contents_of(checkpoint, self._local_state(), self.groups)
+        contents = contents_of(checkpoint, self._set_up.state.local(), self.groups)
         if self.config.save_distributed_checkpoint and not self._has_own_io:
             if "://" in path:
                 raise ValueError(
@@ -812,9 +762,10 @@ class PTDPStrategy(ParallelStrategy):
         A folder of safetensors gives the weights of the module's Hugging Face model, to a run that starts.
         """
         path = str(self.broadcast(str(checkpoint_path)))
+        state = self._set_up.state
         if is_pretrained(path, self.groups.world):
-            aliases = self.engine.aliases(self._module)
-            weights = read_pretrained(path, self._module, self._local_state(), aliases, self.groups.world)
+            aliases = self.engine.parameters.aliases
+            weights = read_pretrained(path, self._module, state.local(), aliases, self.groups.world)
             return {
                 "pytorch-lightning_version": pl.__version__,
                 "state_dict": weights,
@@ -825,8 +776,8 @@ class PTDPStrategy(ParallelStrategy):
             rank_zero_warn(f"{folder} was passed over: its writing was cut off; {path} is loaded")
         loaded = self.store.load(
             path,
-            self._local_state(),
-            self._held_state(),
+            state.local(),
+            state.held(),
             len(self.optimizers),
             (lambda: self.checkpoint_io.load_checkpoint(path, weights_only=weights_only))
             if self._has_own_io or "://" in path
@@ -847,24 +798,13 @@ class PTDPStrategy(ParallelStrategy):
         Raises:
             RuntimeError: on every rank, if names are missing or unknown and strict.
         """
-        local, held, given = self._local_state(), self._held_state(), checkpoint["state_dict"]
-        if strict:
-            check_names(local.faults(given, held), self.groups.world)
-        mine = local.take_module(given, held)
-        with torch.no_grad():
-            for name, weight in self._main_weights().items():
-                if name in mine:
-                    weight.copy_(mine.pop(name))
-        self._module.load_state_dict(mine, strict=False)
-        self.engine.refresh_weights()
+        self._set_up.state.load_module(checkpoint["state_dict"], strict=strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load this rank's part of plain optimizers' states."""
         tell_restored(self._module.trainer, self._module, self.whole_model)
-        local, name_of = self._local_state(), self.engine.held_names(self._module)
-        states = checkpoint["optimizer_states"]
-        for optimizer, names, given in zip(self.optimizers, self._group_names(), states, strict=True):
-            optimizer.load_state_dict(local.take_optimizer(given, optimizer, names, name_of))
+        names = self._set_up.whole_groups.names(self.optimizers, self._module)
+        self._set_up.state.load_optimizers(checkpoint["optimizer_states"], self.optimizers, names)
 
     def _close_store(self) -> None:
         if self._store is None:
@@ -903,14 +843,14 @@ class PTDPStrategy(ParallelStrategy):
         self._close_store()
         if self._board is not None:
             self._board.__exit__()
-        if self._steps is not None:
-            self._steps.close()
+        if self._run is not None:
+            self._run.steps.close()
         if self._loading is not None:
             self._loading.remove()
         if self.lightning_module is not None:
             release(callbacks_of(self._module.trainer))
-        if self._engine is not None:
-            self._engine.close()
+        if self._run is not None:
+            self._run.engine.close()
         if self._deferred is not None:  # set-up failed; Lightning moves the module to the host, which needs values
             self._deferred.abandon(self._module)
             self._deferred = None

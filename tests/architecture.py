@@ -52,38 +52,38 @@ UNITS: dict[str, Unit] = {
     "loaders": _unit(3, "comm host random_streams", "torch lightning rich"),
     "precision": _unit(3, "data_parallel host own_class", "torch lightning"),
     "layout": _unit(4, "config pipeline recompute schedule tensor_parallel topology", "torch"),
-    "checkpoint": _unit(4, "comm host.torch tensor_parallel", "torch lightning safetensors transformers xxhash"),
     "engine": _unit(
-        4,
-        "comm config data_parallel deferred_init host.torch kernels pipeline random_streams recompute schedule "
+        5,
+        "comm config data_parallel deferred_init host.torch kernels layout pipeline random_streams recompute schedule "
         "tensor_parallel",
         "torch numpy",
     ),
-    "callbacks": _unit(5, "checkpoint comm engine host loaders random_streams topology", "torch lightning numpy"),
-    "steps": _unit(6, "callbacks comm engine host recompute topology", "torch lightning torchmetrics"),
+    "checkpoint": _unit(6, "comm engine host.torch tensor_parallel", "torch lightning safetensors transformers xxhash"),
+    "callbacks": _unit(7, "checkpoint comm engine host loaders random_streams topology", "torch lightning numpy"),
+    "steps": _unit(8, "callbacks comm engine host recompute topology", "torch lightning torchmetrics"),
     "preflight": _unit(
-        6,
+        8,
         "callbacks comm config deferred_init host kernels layout names schedule topology",
         "torch lightning torchmetrics",
     ),
     "check": _unit(
-        7,
+        9,
         "callbacks comm config engine host kernels layout names own_class schedule steps tensor_parallel topology",
         "torch lightning numpy",
     ),
     "strategy": _unit(
-        7,
+        9,
         "callbacks checkpoint comm config data_parallel deferred_init engine host kernels layout loaders precision "
         "preflight random_streams steps topology",
         "torch lightning",
     ),
-    "__init__": _unit(8, "check config precision strategy"),  # what users import; others import where a name is defined
+    "__init__": _unit(10, "check config precision strategy"),  # for users; others import where a name is defined
     "cli": _unit(
-        9,
+        11,
         "__init__ check checkpoint config data kernels layout recipes schedule strategy",
         "torch lightning jsonargparse rich tokenizers transformers",
     ),
-    "__main__": _unit(10, "cli"),
+    "__main__": _unit(12, "cli"),
 }
 
 HOSTS = ("torch", "torchmetrics", "lightning")

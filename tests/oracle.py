@@ -193,15 +193,15 @@ class Recorder(Callback):
         strategy = trainer.strategy
         assert isinstance(strategy, PTDPStrategy), "the strategy under test"
         self._engine = strategy.engine
-        self.part.at, self.part.shards = strategy.groups.at, self._engine.placement.shards
-        self.part.initial = self._weights(pl_module)
+        self.part.at, self.part.shards = strategy.groups.at, self._engine.parameters.placement.shards
+        self.part.initial = self._weights()
         self._engine.record(self.part.spans)
 
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: torch.optim.Optimizer
     ) -> None:
         """Take down the gradients."""
-        names = self._engine.plain_names(pl_module)
+        names = self._engine.parameters.names
         self.part.gradients.append(_copy((names[p], p.grad) for p in pl_module.parameters() if p.grad is not None))
 
     def on_train_batch_end(
@@ -212,10 +212,10 @@ class Recorder(Callback):
         self.part.logged.append({name: float(value) for name, value in trainer.callback_metrics.items()})
         if trainer.global_step > self._num_steps:
             self._num_steps = trainer.global_step
-            self.part.weights.append(self._weights(pl_module))
+            self.part.weights.append(self._weights())
 
-    def _weights(self, module: pl.LightningModule) -> Tensors:
-        return _copy((name, parameter) for parameter, name in self._engine.plain_names(module).items())
+    def _weights(self) -> Tensors:
+        return _copy((name, parameter) for parameter, name in self._engine.parameters.names.items())
 
 
 def join(parts: Sequence[Part]) -> Run:

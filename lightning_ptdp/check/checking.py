@@ -178,8 +178,7 @@ def _stages(module: nn.Module, layout: Layout) -> dict[str, tuple[int, ...]]:
     """The stages that own each parameter, under any of its names."""
     owners: dict[nn.Parameter, set[int]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
-        of_name = {0} if layout.partition is None else layout.partition.owners(name)
-        owners.setdefault(parameter, set()).update(of_name)
+        owners.setdefault(parameter, set()).update(layout.partition.owners(name))
     return {name: tuple(sorted(owners[parameter])) for name, parameter in module.named_parameters()}
 
 

@@ -260,7 +260,6 @@ def _why_hollow_values_are_used(
     trial: Trial, whole: WholeRun, split: SplitRun, config: ParallelConfig, run: Callable[[ParallelConfig], SplitRun]
 ) -> str:
     cut = split.layout.partition
-    assert cut is not None, "a pipeline has a partition"
     start = "a stage used the values of a module that another stage owns (NaN stands for them): "
     for name in (*cut.first, *cut.last):
         others = replace(
@@ -280,7 +279,6 @@ def _why_hollow_values_are_used(
 
 def _why_stages_differ(whole: WholeRun, split: SplitRun, name: str) -> str:
     cut = split.layout.partition
-    assert cut is not None, "a pipeline has a partition"
     given = [part for part in split.parts if part.gradients.get(name) is not None]
     if whole.gradients[name] is not None and not given:
         return (

@@ -19,7 +19,8 @@ from lightning_ptdp.check.trace import Trace, random_state, same_random_state
 from lightning_ptdp.comm.groups import Groups
 from lightning_ptdp.comm.in_process import InProcessWorld
 from lightning_ptdp.config import ParallelConfig
-from lightning_ptdp.engine.engine import Engine, loss_in
+from lightning_ptdp.engine.batch_run import Window, loss_in
+from lightning_ptdp.engine.engine import assemble
 from lightning_ptdp.engine.microbatches import num_samples, shares
 from lightning_ptdp.layout import Layout
 from lightning_ptdp.steps.exchange import Exchange
@@ -124,43 +125,50 @@ def _run_rank(
     trace: Trace,
     seed: int,
 ) -> Part:
-    engine = Engine(config, groups, CPU, seed, checks_agreement=False)
-    engine.set_up(module, layout.partition, layout.placement)
+    engine = assemble(module, layout, config, groups, CPU, seed=seed, checks_agreement=False)
     engine.join_statistics(module, all_batch_norms=False)
-    engine.bind(module, list(dict.fromkeys(p for p in module.parameters() if p.requires_grad)))
+    engine.gradients.bind(list(dict.fromkeys(p for p in module.parameters() if p.requires_grad)))
     engine.agree()
-    num_microbatches = 0
-
-    @contextmanager
-    def context() -> Iterator[None]:
-        nonlocal num_microbatches
-        num_microbatches += 1
-        trace.running.clear()
-        yield
-
     steps = Steps(module, engine, Exchange(groups), None, LoopProgress())
-    with NoDropout():
-        result = steps.train(
-            context,
-            lambda loss: loss.backward(),
-            _arguments(module, batch),
-            {},
-            number=0,
-            accumulate=1,
-            is_first=True,
-            is_last=True,
-            loss_dtype=torch.float64,
-        )
-        engine.reduce_gradients()
+    precision = _Plain(trace)
+    try:
+        with NoDropout():
+            result = steps.train(_arguments(module, batch), {}, Window(number=0), precision)
+            engine.gradients.reduce()
+        gradients = {row.name: row.parameter.grad for row in engine.parameters if row.parameter.requires_grad}
+    finally:
+        engine.close()
     if result is None:
         raise ValueError("training_step returned None, which skips the batch; a check needs a loss")
     return Part(
         at=groups.at,
         loss=float(result["loss"]),
-        gradients={name: p.grad for p, name in engine.plain_names(module).items() if p.requires_grad},
-        num_microbatches=num_microbatches // len(engine.stages),
+        gradients=gradients,
+        num_microbatches=precision.num_steps // len(engine.stages),
         trace=trace,
     )
+
+
+class _Plain:
+    """The precision of a check: none besides the module's own. It counts the runs of the user's step."""
+
+    loss_dtype = torch.float64
+    scale = 1.0
+
+    def __init__(self, trace: Trace) -> None:
+        self._trace = trace
+        self.num_steps = 0
+
+    @contextmanager
+    def train_step_context(self) -> Iterator[None]:
+        """Within, the user's step runs."""
+        self.num_steps += 1
+        self._trace.running.clear()
+        yield
+
+    def backward(self, tensor: Tensor, model: Any, optimizer: Any) -> None:
+        """Run backward from the loss."""
+        tensor.backward()
 
 
 def _arguments(module: pl.LightningModule, batch: Any) -> tuple[Any, ...]:

@@ -22,7 +22,7 @@ from lightning_ptdp.checkpoint.folder import Folder, Keys
 from lightning_ptdp.checkpoint.rectangles import Place, Placed, Run
 from lightning_ptdp.comm.collectives import gather_objects
 from lightning_ptdp.comm.groups import Groups
-from lightning_ptdp.tensor_parallel.shard import Shard
+from lightning_ptdp.engine.parameters import Parameters
 
 GroupNames = Sequence[Sequence[str]]
 """Names of the whole model's parameters, a list for each group of an optimizer."""
@@ -31,23 +31,17 @@ GroupNames = Sequence[Sequence[str]]
 class LocalState:
     """Names and places of what this rank holds, in one layout."""
 
-    def __init__(
-        self,
-        groups: Groups,
-        names: Sequence[str],
-        shards: Mapping[str, Shard],
-    ) -> None:
-        """
-        Args:
-            groups: of this rank.
-            names: what the plain module's state dict holds, in order.
-            shards: how tensor peers split a tensor, by name; others are whole on each.
-        """
-        self._groups, self.names, self._shards = groups, tuple(names), shards
+    def __init__(self, groups: Groups, parameters: Parameters) -> None:
+        """Work out places from the table of parameters as it is now."""
+        self._groups, self.names, self._shards = groups, parameters.state_names, parameters.placement.shards
+        self.main_weights = frozenset(parameters.main_weights)
+        """Names under which a state of the module holds what optimizers step, in place of its own weights."""
         self.trained: dict[str, Place | Run] = {}
-        """By name, where the tensor lies that this rank's optimizers step for a parameter."""
-        self.main_weights: frozenset[str] = frozenset()
-        """Names under which a state of the module holds what optimizers step, not the module's own weight."""
+        """Where what this rank's optimizers step lies, or would lie, by name."""
+        for row in parameters:
+            for name in row.names:
+                place = self.place(name, row.parameter.shape)
+                self.trained[name] = place if row.run is None else place.run(row.run.start, row.run.length)
 
     def place(self, name: str, shape: Sequence[int]) -> Place:
         """Where the local tensor of this name, and of this local shape, lies in the whole."""

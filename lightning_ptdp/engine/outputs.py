@@ -19,6 +19,16 @@ def detached(value: Any) -> Any:
     return _map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, value)
 
 
+def numbers(values: Sequence[float | Tensor]) -> list[float]:
+    """Scalars as floats on the host; tensors cross in float64, those of a device together."""
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for value in values:
+        if isinstance(value, Tensor):
+            by_device.setdefault(value.device, []).append(value.double())
+    crossed = {device: iter(torch.stack(members).tolist()) for device, members in by_device.items()}
+    return [next(crossed[value.device]) if isinstance(value, Tensor) else float(value) for value in values]
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class _OnDevice:
     """A tensor of an accelerator, on the host."""

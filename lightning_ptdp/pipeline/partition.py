@@ -79,6 +79,10 @@ class Partition:
         return frozenset(range(self.num_stages))
 
 
+ONE_STAGE = Partition("", (), (0, 0), (), (), ())
+"""The pipeline of one: a stage that owns everything."""
+
+
 def partition(
     module: nn.Module,
     num_stages: int,

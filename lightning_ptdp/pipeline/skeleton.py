@@ -28,6 +28,7 @@ from lightning_ptdp.host.torch import pytree
 from lightning_ptdp.own_class import put_on
 from lightning_ptdp.pipeline.hollow import HollowParameters, ShapeTwin
 from lightning_ptdp.pipeline.partition import Partition
+from lightning_ptdp.pipeline.step_run import StepRun
 
 _ATTRIBUTE = "_ptdp_skeleton"
 _active = threading.local()
@@ -81,9 +82,9 @@ _TENSOR = _TensorMark()
 class Pass:
     """One run of the user's step for one stage and microbatch."""
 
-    def __init__(self, skeleton: Skeleton, stage: int, received: Payload | None) -> None:
+    def __init__(self, skeleton: Skeleton, stage: int, received: Payload | None, run: StepRun) -> None:
         bounds = skeleton.partition.bounds
-        self.skeleton = skeleton
+        self.skeleton, self.stage, self.run = skeleton, stage, run
         self.low, self.high, self.end = bounds[stage], bounds[stage + 1], bounds[-1]
         self.is_first, self.is_last = self.low == 0, self.high == self.end
         self.received = received
@@ -109,10 +110,10 @@ class Pass:
         if index < self.low:
             return self._hand_on(index, args, kwargs)
         if index == self.low:
-            self.skeleton.on_enter()
+            self.run.enter_stage(self.stage)
         output = call(*args, **kwargs)
         if index == self.end - 1:
-            self.skeleton.on_after_blocks()
+            self.run.after_blocks()
         elif index == self.high - 1:
             self.sent = Payload.of(output, f"block {index} of {self.skeleton.partition.blocks!r}")
         return output
@@ -181,8 +182,6 @@ class Skeleton:
         """
         self.partition = partition
         self.stages = stages
-        self.on_enter: Callable[[], None] = nothing
-        self.on_after_blocks: Callable[[], None] = nothing
         self.parameter_names = tuple(name for name, _ in module.named_parameters())
         self.state_names = tuple(module.state_dict())
         self.aliases = aliases_of(module)
@@ -191,7 +190,7 @@ class Skeleton:
         self.dtypes = {name: parameter.dtype for name, parameter in everything.items()}
         self._guard_outside(module)
         self._install_blocks(module)
-        self.hollow = HollowParameters(module, self._foreign_names(module), device)
+        self._hollow = HollowParameters(module, self._foreign_names(module), device)
         module.__dict__[_ATTRIBUTE] = self
 
     @staticmethod
@@ -204,6 +203,11 @@ class Skeleton:
         """A copy of a split module is split in the same way; what is hollow stays the original's."""
         return self
 
+    @property
+    def hollow(self) -> frozenset[nn.Parameter]:
+        """What stands for the parameters that other ranks own."""
+        return self._hollow.parameters
+
     def owners(self, name: str) -> frozenset[int]:
         """The stages that own a parameter, under any of its names."""
         return frozenset().union(*(self.partition.owners(alias) for alias in self.aliases.get(name, (name,))))
@@ -215,34 +219,37 @@ class Skeleton:
     @contextmanager
     def whole(self) -> Iterator[None]:
         """Within, `module.parameters()` lists the whole model, hollow parameters included."""
-        self.hollow.register()
+        self._hollow.register()
         try:
             yield
         finally:
-            self.hollow.unregister()
+            self._hollow.unregister()
 
-    def forward(self, stage: int, received: Payload | None, step: Callable[[], Any]) -> tuple[Payload | None, Any]:
-        """Run the user's step as `stage`.
+    def forward(
+        self, stage: int, microbatch: int, received: Payload | None, run: StepRun
+    ) -> tuple[Payload | None, Any]:
+        """Run the user's step on a microbatch as `stage`.
 
         Returns the payload for the next stage and None, or, on the last stage, None and what the step returned.
 
         Raises:
             RuntimeError: the step did not call the model's blocks once each and in order.
         """
-        run = Pass(self, stage, received)
+        through = Pass(self, stage, received, run)
         result = None
-        with run:
+        with through:
             try:
-                result = step()
+                result = run.call(stage, microbatch, is_whole=False)
                 returned = True
             except StageExit:
                 returned = False
-        if returned and not (run.is_last and run.next_block == run.end):
+        if returned and not (through.is_last and through.next_block == through.end):
             raise RuntimeError(
-                f"the step returned after {run.next_block} of the {run.end} blocks of {self.partition.blocks!r}: a "
-                "pipeline needs a step that calls the model once (and lets BaseException through)"
+                f"the step returned after {through.next_block} of the {through.end} blocks of "
+                f"{self.partition.blocks!r}: a pipeline needs a step that calls the model once (and lets BaseException "
+                "through)"
             )
-        return run.sent, result
+        return through.sent, result
 
     def _foreign_names(self, module: nn.Module) -> list[str]:
         """Parameters that other ranks own, and the buffers of their blocks."""
@@ -274,10 +281,6 @@ class Skeleton:
                 _swap_class(outer, _first_call)
             else:
                 _swap_class(outer, _last_call)
-
-
-def nothing() -> None:
-    """The hook of a skeleton that nobody listens to."""
 
 
 def aliases_of(module: nn.Module) -> dict[str, tuple[str, ...]]:

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from lightning_ptdp.pipeline.skeleton import Payload, Skeleton
-
-StepCall = Callable[[int, int], Any]
-"""Runs the user's step: (stage, microbatch) -> what it returns."""
-
-LossOf = Callable[[int, Any], Tensor | None]
-"""Takes (microbatch, what the step returned) to the scalar that backward starts from; None for nothing to do."""
+from lightning_ptdp.pipeline.one_stage import Stages
+from lightning_ptdp.pipeline.skeleton import Payload
+from lightning_ptdp.pipeline.step_run import StepRun
 
 
 @dataclass(slots=True)
@@ -35,31 +30,16 @@ class _Live:
 class StageWorker:
     """Runs the stages of one rank for one batch."""
 
-    def __init__(
-        self,
-        skeleton: Skeleton | None,
-        num_stages: int,
-        *,
-        step: StepCall,
-        loss_of: LossOf,
-        backward: Callable[[Tensor], None],
-        trains: bool,
-        carries: Sequence[bool],
-    ) -> None:
-        """
+    def __init__(self, skeleton: Stages, run: StepRun, *, trains: bool, carries: Sequence[bool] = ()) -> None:
+        """Run the stages of `skeleton` for the microbatches of `run`.
+
         Args:
-            skeleton: the split module; None where one stage is the whole module.
-            num_stages: p * v, of all ranks.
-            step: runs the user's step on a microbatch.
-            loss_of: makes what the last stage's step returned the scalar that backward starts from.
-            backward: runs backward from that scalar.
             trains: whether graphs are kept for backward.
             carries: [p * v - 1], for the cut above each stage but the last, whether a gradient comes down through it.
                 None does where no stage below the cut has a parameter that trains.
         """
-        self._skeleton, self._num_stages = skeleton, num_stages
-        self._step, self._loss_of, self._backward, self._trains = step, loss_of, backward, trains
-        self._carries = tuple(carries)
+        self._skeleton, self._run, self._trains = skeleton, run, trains
+        self._num_stages, self._carries = skeleton.partition.num_stages, tuple(carries)
         self._live: dict[tuple[int, int], _Live] = {}
 
     @property
@@ -78,22 +58,17 @@ class StageWorker:
             for tensor in inputs:
                 if tensor.is_floating_point():
                     tensor.requires_grad_()
-        output, result = self._call(stage, microbatch, received)
+        output, result = self._skeleton.forward(stage, microbatch, received, self._run)
         if stage < self._num_stages - 1:
             assert output is not None, "a stage below the last leaves the step with a payload"
             if self._trains:
                 edges = tuple(_edge(tensor) for tensor in output.tensors if tensor.is_floating_point())
                 self._live[stage, microbatch] = _Live(inputs, edges, None)
             return Payload(tuple(t.detach() for t in output.tensors), output.structure, output.others)
-        loss = self._loss_of(microbatch, result)
+        loss = self._run.take(microbatch, result)
         if self._trains:
             self._live[stage, microbatch] = _Live(inputs, (), loss)
         return None
-
-    def _call(self, stage: int, microbatch: int, received: Payload | None) -> tuple[Payload | None, Any]:
-        if self._skeleton is None:
-            return None, self._step(stage, microbatch)
-        return self._skeleton.forward(stage, received, lambda: self._step(stage, microbatch))
 
     def backward(self, stage: int, microbatch: int, gradients: tuple[Tensor, ...] | None) -> tuple[Tensor, ...]:
         """Run a stage's backward; returns the gradients of what the stage had received, for the stage below.
@@ -111,7 +86,7 @@ class StageWorker:
         elif live.loss is not None:
             if self.sends_gradient(stage) and not live.loss.requires_grad:
                 raise _no_gradient(stage)
-            self._backward(live.loss)
+            self._run.backward(live.loss)
         started = gradients is not None or live.loss is not None
         return self._input_gradients(stage, live, started=started)
 

@@ -26,7 +26,7 @@ def holdings(module: nn.Module, layout: Layout) -> list[Holding]:
     for name, parameter in module.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
     for parameter, aliases in names.items():
-        stages = {0} if layout.partition is None else frozenset().union(*map(layout.partition.owners, aliases))
+        stages = frozenset().union(*map(layout.partition.owners, aliases))
         for stage in stages:
             whole[stage] += parameter.numel()
             local[stage] += _local_size(aliases[0], tuple(parameter.shape), layout)

@@ -152,10 +152,9 @@ def module_contents(module: pl.LightningModule, operations: str | None = None) -
 
 def layout_of_ranks(layout: Layout) -> Section:
     """Which stage runs what."""
+    fields = dataclasses.fields(layout.partition)
     items = {"num_stages": str(layout.num_stages)}
-    if layout.partition is not None:
-        fields = dataclasses.fields(layout.partition)
-        items |= {field.name: repr(getattr(layout.partition, field.name)) for field in fields}
+    items |= {field.name: repr(getattr(layout.partition, field.name)) for field in fields}
     return Section(
         "layout",
         "all ranks must cut the module into the same stages",

@@ -19,9 +19,10 @@ from torchmetrics import Metric
 
 from lightning_ptdp.comm.collectives import gather_objects
 from lightning_ptdp.comm.groups import Groups
+from lightning_ptdp.engine.outputs import numbers
 from lightning_ptdp.host.lightning import hook_in_progress
 from lightning_ptdp.steps.exchange import Exchange, Key, Logged
-from lightning_ptdp.steps.log_calls import LogCalls, named, numbers
+from lightning_ptdp.steps.log_calls import LogCalls, named
 
 _EPOCHS = ("start", "epoch_start", "batch_start", "batch_end", "epoch_end")
 HOOKS = (

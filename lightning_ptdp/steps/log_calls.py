@@ -156,15 +156,6 @@ def named(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     return dict(zip(_POSITIONAL, args, strict=False)) | dict(kwargs)
 
 
-def numbers(tensors: list[Tensor]) -> list[float]:
-    """The values of scalar tensors, with one transfer for each device."""
-    by_device: dict[torch.device, list[Tensor]] = {}
-    for tensor in tensors:
-        by_device.setdefault(tensor.device, []).append(tensor.double())
-    lists = {device: iter(torch.stack(members).tolist()) for device, members in by_device.items()}
-    return [next(lists[tensor.device]) for tensor in tensors]
-
-
 def _reduction(name: str, reduce_fx: Any) -> str:
     word = reduce_fx.lower() if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "")
     if word not in _REDUCTIONS:

@@ -17,9 +17,10 @@ from typing import Any
 import lightning.pytorch as pl
 from torch import Tensor
 
+from lightning_ptdp.engine.outputs import numbers
 from lightning_ptdp.recompute import is_recomputing
 from lightning_ptdp.steps.exchange import Key, Logged, merge
-from lightning_ptdp.steps.log_calls import LogCall, LogCalls, numbers
+from lightning_ptdp.steps.log_calls import LogCall, LogCalls
 from lightning_ptdp.steps.metrics import StepMetrics
 
 Outside = Callable[[str, Any, tuple[Any, ...], dict[str, Any]], None]
@@ -44,7 +45,10 @@ class LogRecorder:
         self._records: list[_Record] | None = None
         self._microbatch, self._num_samples = 0, 0
         self._seen: Counter[str] = Counter()
-        module.__dict__["log"] = self._record
+
+    def attach(self) -> None:
+        """Take the module's calls of `log`."""
+        self._module.__dict__["log"] = self._record
 
     def detach(self) -> None:
         """Give the module its own `log` back."""

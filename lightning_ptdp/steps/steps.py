@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, Protocol
 
 import lightning.pytorch as pl
 import torch
@@ -17,7 +17,8 @@ from lightning_ptdp.callbacks.stage_state import state_set_aside
 from lightning_ptdp.comm.collectives import broadcast_object, gather_objects
 from lightning_ptdp.comm.failure import FailureBoard
 from lightning_ptdp.engine import outputs
-from lightning_ptdp.engine.engine import BatchRun, Engine
+from lightning_ptdp.engine.batch_run import BatchRun, Window
+from lightning_ptdp.engine.engine import Engine
 from lightning_ptdp.engine.microbatches import Microbatch, digest, num_samples
 from lightning_ptdp.host.lightning import callbacks_of
 from lightning_ptdp.steps.exchange import Exchange, StepReport
@@ -27,6 +28,24 @@ from lightning_ptdp.steps.log_recorder import LogRecorder
 from lightning_ptdp.steps.metrics import StepMetrics, frozen_metrics, sync_over_replicas
 
 Context = Callable[[], AbstractContextManager[None]]
+
+
+class StepPrecision(Protocol):
+    """What a training step asks of a precision plug-in."""
+
+    @property
+    def loss_dtype(self) -> torch.dtype:
+        """Of the loss that a step returns."""
+
+    @property
+    def scale(self) -> float:
+        """What `backward` multiplies the loss by."""
+
+    def train_step_context(self) -> AbstractContextManager[None]:
+        """Within, the user's step runs."""
+
+    def backward(self, tensor: Tensor, model: Any, optimizer: Any) -> None:
+        """Run backward from a loss, scaled."""
 
 
 class Steps:
@@ -49,7 +68,8 @@ class Steps:
         self.is_in_step = False
 
     def listen(self, callbacks: Sequence[Callback]) -> None:
-        """Take what hooks log, the callbacks' too."""
+        """Take what steps and hooks log, the callbacks' too."""
+        self._recorder.attach()
         if self._engine.groups.topology.world_size > 1:
             by_hand = () if self._module.automatic_optimization else ("training_step",)
             self._hooks.attach(callbacks, extra=by_hand)
@@ -66,41 +86,34 @@ class Steps:
         self._metrics.close()
 
     def train(
-        self,
-        context: Context,
-        backward: Callable[[Tensor], None],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        *,
-        number: int,
-        accumulate: int,
-        is_first: bool,
-        is_last: bool,
-        loss_dtype: torch.dtype,
-        loss_scale: float = 1.0,
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], window: Window, precision: StepPrecision
     ) -> dict[str, Any] | None:
         """Run forward and backward of a batch; its gradients join those of the accumulation window.
 
-        args, kwargs: of the user's training_step, the batch first. number: of the batch in the run.
-        accumulate: batches a window. is_first, is_last: of the window. loss_dtype: of the loss that is returned.
-        loss_scale: what `backward` multiplies the loss by.
+        Args:
+            args, kwargs: of the user's training_step, the batch first.
+            precision: of the step, its backward and its loss.
 
-        Returns what the step would have returned for the whole batch: the loss, and what else was in its dict. Where
-        it left out every microbatch of every replica that is None in one process; on several ranks, where Lightning
-        refuses None, the loss is 0.
+        Returns:
+            What the step would have returned for the whole batch: the loss, and what else was in its dict. Where it
+            left out every microbatch of every replica that is None in one process; on several ranks, where Lightning
+            refuses None, the loss is 0.
         """
-        step = self._user_step(self._module.training_step, context, args, kwargs)
+        step = self._user_step(self._module.training_step, precision.train_step_context, args, kwargs)
+
+        def backward(loss: Tensor) -> None:
+            precision.backward(loss, self._module, None)
+
         with self._running():
-            run = self._engine.train_batch(batch_of(args, kwargs), step, backward, number=number, accumulate=accumulate)
+            run = self._engine.train(batch_of(args, kwargs), step, backward, window)
             extra = outputs.extras(run.outputs, run.sizes, run.weight_numbers) if self._engine.is_last else {}
             report = self._share(run, has_output=bool(extra))
-        factor = report.factor / loss_scale
-        self._engine.finish_batch(factor, is_skipped=report.is_skipped, is_first=is_first, is_last=is_last)
+        self._engine.gradients.settle(report.factor / precision.scale, window, is_skipped=report.is_skipped)
         self._engine.follow_first_replica()
         self._calls.replay(report.logged, self._engine.device)
         if report.is_skipped and self._engine.groups.topology.world_size == 1:
             return None
-        loss = torch.tensor(report.loss, dtype=loss_dtype, device=self._engine.device)
+        loss = torch.tensor(report.loss, dtype=precision.loss_dtype, device=self._engine.device)
         return {"loss": loss, **(self._from_last_stage(extra) if report.has_output else {})}
 
     def train_manually(self, context: Context, args: tuple[Any, ...], kwargs: dict[str, Any], *, number: int) -> Any:
@@ -134,9 +147,9 @@ class Steps:
         """
         user_step = self._user_step(step, context, args, kwargs)
         with self._running(), nullcontext() if counts else self._uncounted():
-            run = self._engine.evaluate_batch(batch_of(args, kwargs), user_step, number=number, size=size)
+            run = self._engine.evaluate(batch_of(args, kwargs), user_step, number=number, size=size)
             if not counts:
-                run.weights = [0.0] * len(run.weights)
+                run.leave_out()
             output = outputs.merge(run.outputs, run.sizes, run.weight_numbers) if self._engine.is_last else None
             report = self._share(run, has_output=output is not None, counts=counts, joins_replicas=joins_replicas)
         self._calls.replay(report.logged, self._engine.device)

@@ -10,7 +10,7 @@ from torch import nn
 from lightning_ptdp.comm.in_process import InProcessWorld
 from lightning_ptdp.config import ParallelConfig
 from lightning_ptdp.deferred_init import DeferredInit
-from lightning_ptdp.engine.engine import Engine
+from lightning_ptdp.engine.engine import assemble
 from lightning_ptdp.layout import lay_out
 from tests.spmd import run_spmd
 
@@ -66,9 +66,8 @@ def peaks_of_some_ranks():
         whole = sum(p.numel() * p.element_size() for p in module.parameters())
         layout, faults = lay_out(module, config, topology)
         assert not faults
-        engine = Engine(config, groups, torch.device("cpu"), seed=1)
-        engine.set_up(module, layout.partition, layout.placement, deferred)
-        mine = {name: p for p, name in engine.plain_names(module).items()}
+        engine = assemble(module, layout, config, groups, torch.device("cpu"), seed=1, deferred=deferred)
+        mine = {name: p for p, name in engine.parameters.names.items()}
         assert list(mine) == [f"blocks.{groups.at.pipeline}.{k}.weight" for k in range(MATRICES)]
         for weight in mine.values():  # of nn.Linear's own initialisation, in every corner
             assert 0.9 * HIDDEN**-0.5 < weight[-64:, -64:].abs().max() <= HIDDEN**-0.5

@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_ptdp.pipeline.partition import partition
 from lightning_ptdp.pipeline.skeleton import Payload, Skeleton
 from tests.models import GPT, PairNet, points, texts
+from tests.pipeline.runs import PlainRun
 
 CPU = torch.device("cpu")
 
@@ -21,15 +22,16 @@ def split(module, num_stages=2, stages=None, **places):
     return [(whole, Skeleton(whole, cut, (stage,), CPU)) for stage, whole in enumerate(copies)]
 
 
-def run(parts, step):
-    """The loss of a step that goes through all stages, and what crossed the cuts."""
+def run(parts, step, events=None):
+    """The loss of a step that goes through all stages, and what crossed the cuts. events: takes what was told."""
     received, crossed, result = None, [], None
     for stage, (module, skeleton) in enumerate(parts):
         if received is not None:
             for tensor in received.tensors:
                 if tensor.is_floating_point():
                     tensor.requires_grad_()
-        sent, result = skeleton.forward(stage, received, lambda module=module: step(module))
+        stages = PlainRun(lambda *_, module=module: step(module), [] if events is None else events)
+        sent, result = skeleton.forward(stage, 0, received, stages)
         if sent is not None:
             received = Payload(tuple(t.detach().clone() for t in sent.tensors), sent.structure, sent.others)
             crossed.append((sent, received))
@@ -107,11 +109,8 @@ def test_all_parameters_are_listed_within_whole():
 
 def test_code_before_and_after_the_blocks_can_be_told():
     module, batch = make_gpt()
-    parts, events = split(module), []
-    for stage, (_, skeleton) in enumerate(parts):
-        skeleton.on_enter = lambda stage=stage: events.append(f"stage {stage} starts")
-        skeleton.on_after_blocks = lambda: events.append("blocks are through")
-    run(parts, step_of(batch))
+    events = []
+    run(split(module), step_of(batch), events)
     assert events == ["stage 0 starts", "stage 1 starts", "blocks are through"]
 
 

@@ -7,6 +7,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_ptdp.pipeline.partition import partition
 from lightning_ptdp.pipeline.skeleton import Payload, Skeleton
 from lightning_ptdp.pipeline.stage import StageWorker
+from tests.pipeline.runs import PlainRun
 
 CPU = torch.device("cpu")
 
@@ -39,15 +40,7 @@ def worker(stage, *, reentrant=None, trains=True, carries=True, detaches=False):
         return (x.detach() if detaches else x).mean() + head
 
     module["blocks"][0].requires_grad_(carries)
-    made = StageWorker(
-        skeleton,
-        2,
-        step=step,
-        loss_of=lambda k, loss: loss,
-        backward=lambda loss: loss.backward(),
-        trains=trains,
-        carries=(carries,),
-    )
+    made = StageWorker(skeleton, PlainRun(step), trains=trains, carries=(carries,))
     return made, module["blocks"][stage].bias
 
 
@@ -115,7 +108,7 @@ def test_loss_that_ignores_the_blocks_is_an_error_with_a_way_out():
 
 def test_microbatch_that_does_not_count_sends_zeros_back():
     last, bias = worker(1)
-    last._loss_of = lambda k, loss: None
+    last._run.take = lambda k, loss: None
     last.forward(1, 0, arrived())
     (gradient,) = last.backward(1, 0, None)
     assert gradient.tolist() == [[0.0] * 4] * 2

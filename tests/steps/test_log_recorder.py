@@ -23,7 +23,9 @@ class Noted(pl.LightningModule):
 
 def recorder_of(module):
     calls, metrics = LogCalls(module), StepMetrics(module)
-    return LogRecorder(module, calls, metrics), calls, metrics
+    recorder = LogRecorder(module, calls, metrics)
+    recorder.attach()
+    return recorder, calls, metrics
 
 
 def step(*microbatches, weights=None, sizes=None, counts=True):

@@ -48,7 +48,7 @@ class Memory(Callback):
         weights = sum(p.nbytes for p in pl_module.parameters())
         mains = sum(p.nbytes for p in held if p.untyped_storage().data_ptr() not in own)
         states = sum(v.nbytes for state in optimizer.state.values() for v in state.values() if v.ndim)
-        total = weights + trainer.strategy.engine.buffers.nbytes + mains + states
+        total = weights + trainer.strategy.engine.gradients.buffers.nbytes + mains + states
         self.of_parameter = total / sum(p.numel() for p in pl_module.parameters())
 
 

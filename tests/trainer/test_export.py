@@ -97,7 +97,7 @@ def come_and_leave(sizes, source, target):
     module = Wrapper()
     trainer.fit(module, datamodule=ReplicaBatches([texts(4, vocabulary=VOCABULARY)]), ckpt_path=source)
     trainer.save_checkpoint(target)
-    owned = trainer.strategy.engine.plain_names(module)
+    owned = trainer.strategy.engine.parameters.names
     return torch.cat(logits), num_bytes, sum(parameter.nbytes for parameter in owned)
 
 
