@@ -94,6 +94,9 @@ NAMES = {
         lambda value: value.arguments[0].alias_info.is_write and value.is_mutable and value.name == "aten::add_",
     ),
     "_version": PrivateName(torch.zeros(2).add_(1), "how often a tensor was edited", lambda value: value == 1),
+    "_get_current_function_mode_stack": PrivateName(
+        torch.overrides, "the modes that a second forward runs under", lambda value: value() == []
+    ),
     "_C": PrivateName(torch, "a subclass as a plain tensor", has("DisableTorchFunctionSubclass")),
     "_no_grad_trunc_normal_": PrivateName(nn.init, "trunc_normal_ is imported by name, this is not", takes("tensor")),
     "_parameters": PrivateName(linear, "order of registration", lambda value: list(value) == ["weight", "bias"]),

@@ -51,6 +51,12 @@ def without_torch_function() -> AbstractContextManager[None]:
     return guard
 
 
+def function_modes() -> list[Any]:
+    """The `TorchFunctionMode`s that are entered, the outermost first; PyTorch tells nobody else."""
+    modes: list[Any] = torch.overrides._get_current_function_mode_stack()
+    return modes
+
+
 # -- modules -----------------------------------------------------------------------------------------------------------
 
 TRUNCATED_NORMAL = "_no_grad_trunc_normal_"

@@ -11,7 +11,7 @@ from torch import nn
 
 from lightning_ptdp.host.torch import compiled_call_of, is_compiled, set_compiled_call
 from lightning_ptdp.own_class import put_on
-from lightning_ptdp.recompute.moments import Beginning, DefaultDtype, Draws, HostDraws, ModuleState
+from lightning_ptdp.recompute.moments import Beginning, DefaultDtype, Draws, FunctionModes, HostDraws, ModuleState
 from lightning_ptdp.recompute.plan import Plan
 from lightning_ptdp.recompute.scores import Scores
 from lightning_ptdp.recompute.whole import Group, Whole
@@ -59,7 +59,7 @@ def install(
     and generators.
     """
     host = HostDraws()
-    everywhere: list[Beginning] = [DefaultDtype, lambda: Draws(device), host.begin, *beginnings]
+    everywhere: list[Beginning] = [DefaultDtype, FunctionModes, lambda: Draws(device), host.begin, *beginnings]
     undos: list[Callable[[], None]] = []
     scores: list[Scores] = []
 

@@ -18,7 +18,7 @@ import numpy
 import torch
 from torch import Tensor, nn
 
-from lightning_ptdp.host.torch import BatchOrInstanceNorm, buffers_of, version_of
+from lightning_ptdp.host.torch import BatchOrInstanceNorm, buffers_of, function_modes, version_of
 from lightning_ptdp.random_streams import generators
 
 _running = threading.local()
@@ -97,6 +97,26 @@ class DefaultDtype:
             yield
         finally:
             torch.set_default_dtype(present)
+
+
+class FunctionModes:
+    """Of operations, such as a default device. `backward` is one itself: the modes that see it leave for its time."""
+
+    def __init__(self) -> None:
+        self._modes = function_modes()
+
+    def end(self) -> None:
+        """They are needed again."""
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Enter those that have left since."""
+        present = function_modes()
+        with ExitStack() as stack:
+            if self._modes[: len(present)] == present:
+                for mode in self._modes[len(present) :]:
+                    stack.enter_context(mode)
+            yield
 
 
 class Draws:

@@ -7,6 +7,7 @@ import torch
 from lightning_ptdp.recipes.gpt import GPTModule
 
 import lightning_ptdp
+from lightning_ptdp import ParallelConfig
 from tests.hygiene import seed_everything
 from tests.models import GPT, PairNet, TableNet, TokenCosts, ValidatedGPT, points, texts, token_costs
 from tests.oracle import parallel
@@ -56,6 +57,13 @@ RIGHT = {
     "token costs": (TokenCosts, COSTS, {"p": 2, "b": 1}),
     "weighted token costs": (partial(TokenCosts, kind="weight"), COSTS, {"p": 2, "d": 2, "b": 1}),
     "recipe": (RECIPE, recipe_batch(), {"t": 2, "p": 2, "v": 2, "d": 2}),
+    "recomputed": (
+        GPT,
+        texts(4),
+        {"t": 2, "p": 2, "v": 2, "d": 2, "b": 1, "recompute": "full", "tensor_parallel_plan": PLAN},
+    ),
+    "scores recomputed": (GPT, texts(4), {"t": 2, "p": 2, "recompute": "selective", "tensor_parallel_plan": PLAN}),
+    "recomputed in one process": (partial(GPT, dropout=0.5), texts(3), {"recompute": "full", "recompute_every": 2}),
     "one process": (GPT, texts(3), {}),
 }
 
@@ -69,6 +77,39 @@ def test_right_layout_passes(make, batch, options):
     assert all(parameter.relative < 1e-10 for parameter in report.parameters)
     assert "This layout computes what one process computes." in str(report)
     assert ("dropout was off" in str(report)) == (make is RECIPE or "dropout" in getattr(make, "keywords", {}))
+
+
+class CountedGPT(GPT):
+    """Counts the forwards of a module within its first block, over all copies."""
+
+    runs = 0
+
+    def __init__(self):
+        super().__init__()
+        self.blocks[0].down.register_forward_pre_hook(self.count)
+
+    @staticmethod
+    def count(*_):
+        CountedGPT.runs += 1
+
+
+@pytest.mark.parametrize(("recompute", "runs"), [("none", 2), ("full", 3)])
+def test_a_check_recomputes_as_the_run_would(recompute, runs):
+    CountedGPT.runs = 0
+    check(CountedGPT, texts(4), recompute=recompute).raise_if_different()
+    assert CountedGPT.runs == runs  # whole, split, and split again
+
+
+def test_a_configuration_is_checked_and_changed_by_name():
+    config = ParallelConfig(
+        tensor_parallel_size=2, pipeline_parallel_size=2, data_parallel_size=1, tensor_parallel_plan=PLAN
+    )
+    report = lightning_ptdp.check(GPT(), texts(4), config, micro_batch_size=1)
+    report.raise_if_different()
+    assert report.num_microbatches == 4
+    assert report.layout.startswith("tensor 2 x pipeline 2 x data 1")
+    with pytest.raises(TypeError, match="tensor_size"):
+        lightning_ptdp.check(GPT(), texts(4), config, tensor_size=1)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])

@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from lightning_ptdp.recompute import install, plan
 from tests.live import LiveStorages
@@ -134,3 +135,22 @@ def test_an_input_that_is_edited_after_the_block_saw_it_is_an_error():
     x.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+class Doubled(TorchFunctionMode):
+    """Doubles what tanh returns."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        value = func(*args, **(kwargs or {}))
+        return 2 * value if func is torch.tanh else value
+
+
+def test_second_forward_runs_under_the_function_modes_of_the_first():
+    plain, x = Net().double(), torch.randn(8, 4, dtype=torch.float64)
+    net = copy.deepcopy(plain)
+    recomputing(net)
+    for each in (plain, net):
+        with Doubled():
+            each(x).backward()  # itself an operation, within which the mode is left
+    for one, other in zip(plain.parameters(), net.parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad)
