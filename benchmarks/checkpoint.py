@@ -100,7 +100,7 @@ class Measures(L.Callback):
             act()
             strategy.barrier()
             took = time.perf_counter() - start
-            strategy.store.wait()  # for a save in the background
+            strategy.checkpoints.wait()  # for a save in the background
             return took
 
         acts: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {

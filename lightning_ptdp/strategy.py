@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import logging
 import sys
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment, TorchCheckpointIO
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.accelerators import Accelerator
@@ -35,48 +33,41 @@ from lightning_ptdp.callbacks.loop_progress import LoopProgress
 from lightning_ptdp.callbacks.resuming import KEY, Resuming
 from lightning_ptdp.callbacks.stage_state import StageState
 from lightning_ptdp.callbacks.stop_together import StopTogether
-from lightning_ptdp.callbacks.summaries import pin_summaries
 from lightning_ptdp.callbacks.users import (
     count_replicas,
     release,
     show_whole_model,
     tell_restored,
 )
-from lightning_ptdp.checkpoint.contents import contents_of
-from lightning_ptdp.checkpoint.pretrained import is_pretrained, read_pretrained
-from lightning_ptdp.checkpoint.run_state import RunState
-from lightning_ptdp.checkpoint.store import Store
-from lightning_ptdp.checkpoint.whole_or_absent import cut_off
+from lightning_ptdp.checkpoint.checkpoints import Checkpoints, is_users
 from lightning_ptdp.comm import collectives
 from lightning_ptdp.comm.failure import FailureBoard
-from lightning_ptdp.comm.groups import Groups, join_world, world, world_copy
+from lightning_ptdp.comm.groups import Groups, backend_for, join_world, world
 from lightning_ptdp.config import Auto, ParallelConfig
 from lightning_ptdp.data_parallel.scaling import GradientSample, check_scaled_alike
 from lightning_ptdp.deferred_init import DeferredInit
 from lightning_ptdp.engine.batch_run import Window
-from lightning_ptdp.engine.engine import Engine, assemble
-from lightning_ptdp.engine.parameter_groups import WholeGroups
-from lightning_ptdp.host.lightning import SubprocessScriptLauncher, callbacks_of, splits_samplers, syncs_batch_norms
-from lightning_ptdp.kernels.status import in_a_line
+from lightning_ptdp.engine.engine import Engine
+from lightning_ptdp.host.lightning import (
+    SubprocessScriptLauncher,
+    callbacks_of,
+    silence_advice,
+    splits_samplers,
+    syncs_batch_norms,
+)
 from lightning_ptdp.layout import (
     Layout,
-    describe,
     layout_of,
     memory_of,
-    remember,
 )
 from lightning_ptdp.loaders import replicas
 from lightning_ptdp.loaders.predictions import join_predictions
 from lightning_ptdp.precision.held_rates import hold
 from lightning_ptdp.precision.plugin import PTDPPrecision
-from lightning_ptdp.preflight.holdings import holdings, table
-from lightning_ptdp.preflight.refusals import (
-    batch_norm_warning,
-)
 from lightning_ptdp.preflight.settle import Asked, Machine, Sizes, settle_layout, settle_optimizers, settle_sizes
-from lightning_ptdp.preflight.weights import agree_on_weights
+from lightning_ptdp.preflight.whole import take_leave_of_the_whole
 from lightning_ptdp.random_streams import mix, share_random_state
-from lightning_ptdp.steps.exchange import Exchange
+from lightning_ptdp.run import Run, make_run
 from lightning_ptdp.steps.log_calls import ALREADY_SYNCED
 from lightning_ptdp.steps.metrics import connect_metrics
 from lightning_ptdp.steps.steps import Context, Steps, batch_of, edits_gradients
@@ -84,29 +75,7 @@ from lightning_ptdp.topology import Topology
 
 log = logging.getLogger(__name__)
 
-# What Lightning says when a value is not reduced over ranks; with one replica there is nothing to reduce.
-_SYNC_ADVICE = r"It is recommended to use `self\.log\(.*sync_dist=True\)`"
-# And when it evaluates with a sampler that repeats samples, which ours does not.
-_SAMPLER_ADVICE = r"Using `DistributedSampler` with the dataloaders\."
-# And when it resumes within an epoch: our loaders keep their place.
-_PLACE_ADVICE = (
-    r"You're resuming from a checkpoint that ended before the epoch ended and your dataloader is not resumable"
-)
 _CHECKED_BATCHES = 2  # of a run and of each epoch of training, that the ranks of a replica compare
-
-
-@dataclass(frozen=True)
-class _Run:
-    """What set-up makes of a module for one call of the Trainer's.
-
-    state: of the run, as checkpoints have it. resuming: keeps and restores random generators and the loaders' places.
-    """
-
-    engine: Engine
-    steps: Steps
-    whole_groups: WholeGroups
-    state: RunState
-    resuming: Resuming
 
 
 class PTDPStrategy(ParallelStrategy):
@@ -197,12 +166,11 @@ class PTDPStrategy(ParallelStrategy):
             precision_plugin=precision_plugin,
         )
         self.num_nodes = 1
-        self._store: Store | None = None
-        self._background_world: ProcessGroup | None = None
+        self._checkpoints: Checkpoints | None = None
         self._deferred: DeferredInit | None = None
         self._sizes: Sizes | None = None
         self._groups: Groups | None = None
-        self._run: _Run | None = None
+        self._run: Run | None = None
         self._board: FailureBoard | None = None
         self._progress, self._stop_together = LoopProgress(), StopTogether(self.config.signals)
         self._predicts = False
@@ -247,7 +215,7 @@ class PTDPStrategy(ParallelStrategy):
         return self._set_up.resuming
 
     @property
-    def _set_up(self) -> _Run:
+    def _set_up(self) -> Run:
         assert self._run is not None, "made at setup"
         return self._run
 
@@ -315,12 +283,7 @@ class PTDPStrategy(ParallelStrategy):
         return sizes
 
     def _asked(self) -> Asked:
-        return Asked(self.config, self._has_own_io, self.precision.has_main_weights)
-
-    @property
-    def _has_own_io(self) -> bool:
-        """Whether the user gave a plug-in that writes checkpoints."""
-        return type(self.checkpoint_io) is not TorchCheckpointIO
+        return Asked(self.config, is_users(self.checkpoint_io), self.precision.has_main_weights)
 
     def _make_groups(self, topology: Topology) -> None:
         if self._groups is not None and self._groups.topology == topology:
@@ -332,13 +295,9 @@ class PTDPStrategy(ParallelStrategy):
 
     def _join_world(self) -> None:
         assert self.cluster_environment is not None, "set by the connector"
-        is_cuda = self.root_device.type == "cuda"
-        backend = self.config.process_group_backend or ("cpu:gloo,cuda:nccl" if is_cuda else "gloo")
-        if is_cuda and "gloo" not in backend:
-            backend = f"cpu:gloo,cuda:{backend}"  # small control messages stay on the host
         environment = self.cluster_environment
         join_world(
-            backend,
+            backend_for(self.root_device, self.config.process_group_backend),
             address=environment.main_address,
             port=environment.main_port,
             rank=self.global_rank,
@@ -357,20 +316,23 @@ class PTDPStrategy(ParallelStrategy):
         layout = self._settle_layout(trainer)
         if self._board is not None:
             self._board.__enter__()
-        is_whole = layout_of(module) is None
-        has_summary = pin_summaries(trainer, module, is_whole=is_whole)
-        if is_whole:
-            agree_on_weights(module, self.groups)
-            remember(module, layout)
-            rank_zero_info(f"{describe(layout, self.config)}; {in_a_line()}")
-            if has_summary and layout.topology.replica_size > 1:
-                rank_zero_info(table(holdings(module, layout)))
-        warning = batch_norm_warning(module, layout.topology, self.config) if fits else None
-        if warning is not None:
-            rank_zero_warn(warning)
+        take_leave_of_the_whole(trainer, module, layout, self.config, self.groups)
         with self._recording():
             self.precision.convert_module(module)
-        self._run = self._assemble(trainer, layout, fits=fits)
+        self._run = make_run(
+            trainer,
+            module,
+            layout,
+            self.config,
+            self.groups,
+            self.root_device,
+            seed=self._agreed_seed(),
+            board=self._board,
+            progress=self._progress,
+            deferred=self._deferred,
+            former=None if fits else self._run,
+        )
+        self._deferred = None
         if fits:
             self.engine.join_statistics(module, all_batch_norms=syncs_batch_norms(self))
             self.setup_optimizers(trainer)
@@ -379,51 +341,16 @@ class PTDPStrategy(ParallelStrategy):
         self.precision.bind(self.engine.gradients.norm, self._after_hooks)
         self.precision.keeps_copies = module.automatic_optimization
         self._watches_edits = self.groups.replica.size() > 1 and edits_gradients(trainer, module)
-        for advice in (_SAMPLER_ADVICE, _PLACE_ADVICE):
-            warnings.filterwarnings("ignore", message=advice)
-        if self.groups.topology.data_parallel_size == 1:
-            warnings.filterwarnings("ignore", message=_SYNC_ADVICE)
+        silence_advice(has_replicas=self.groups.topology.data_parallel_size > 1)
         connect_metrics(module, self.groups, lambda: self.steps.is_in_step, self.root_device)
         self._connect_callbacks(trainer)
         share_random_state(self.root_device, self.groups.world)
         self.resuming.is_set_up = True
 
-    def _assemble(self, trainer: pl.Trainer, layout: Layout, *, fits: bool) -> _Run:
-        """Split the module; a run that evaluates keeps the optimizers of the fit before it, for a checkpoint."""
-        module, former = self._module, None if fits else self._run
-        engine = assemble(
-            module,
-            layout,
-            self.config,
-            self.groups,
-            self.root_device,
-            seed=self._agreed_seed(),
-            deferred=self._deferred,
-            mains=None if former is None else former.engine.parameters.mains,
-        )
-        self._deferred = None
-        parameters, gradients = engine.parameters, engine.gradients
-        sizes = {**asdict(layout.topology), "virtual_pipeline_size": self.config.virtual_pipeline_size}
-        return _Run(
-            engine=engine,
-            steps=Steps(module, engine, Exchange(self.groups), self._board, self._progress),
-            whole_groups=WholeGroups(
-                parameters,
-                gradients,
-                shards=self.config.distributed_optimizer,
-                former=None if former is None else former.whole_groups,
-            ),
-            state=RunState(module, parameters, gradients, self.groups),
-            resuming=Resuming(trainer, self.groups, self.root_device, sizes),
-        )
-
     def _connect_callbacks(self, trainer: pl.Trainer) -> None:
         callbacks, topology = callbacks_of(trainer), self.groups.topology
-        users = [
-            callback
-            for callback in callbacks
-            if not isinstance(callback, LoopProgress | Resuming | StageState | StopTogether)
-        ]
+        ours = (LoopProgress, Resuming, StageState, StopTogether)
+        users = [callback for callback in callbacks if not isinstance(callback, ours)]
         state = [StageState(self.groups, self.root_device)] if topology.pipeline_parallel_size > 1 else []
         callbacks[:] = [*state, self._progress, self.resuming, *users, self._stop_together]
         self._stop_together.watch()
@@ -700,19 +627,11 @@ class PTDPStrategy(ParallelStrategy):
     restore_checkpoint_after_setup = True
 
     @property
-    def store(self) -> Store:
+    def checkpoints(self) -> Checkpoints:
         """What saves and loads checkpoints."""
-        if self._store is None:
-            self._store = Store(self.groups.world)
-        return self._store
-
-    def _for_saves_in_background(self) -> ProcessGroup | None:
-        """The group of saves that training does not wait for; None where nobody would wait for them later."""
-        if not self.config.async_checkpoint or self._module.trainer.state.status != TrainerStatus.RUNNING:
-            return None
-        if self._background_world is None:
-            self._background_world = world_copy()
-        return self._background_world
+        if self._checkpoints is None:
+            self._checkpoints = Checkpoints(self.groups)
+        return self._checkpoints
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """What this rank holds of the plain module's state, under its names; every rank must save."""
@@ -743,46 +662,27 @@ class PTDPStrategy(ParallelStrategy):
         path = str(self.broadcast(str(filepath)))
         if "optimizer_states" in checkpoint:
             checkpoint[KEY] = self.resuming.state(self.engine.streams.seed)
-        contents = contents_of(checkpoint, self._set_up.state.local(), self.groups)
-        if self.config.save_distributed_checkpoint and not self._has_own_io:
-            if "://" in path:
-                raise ValueError(
-                    f"a checkpoint folder is written to a mounted file system, got {path}; mount it, or use "
-                    "save_distributed_checkpoint=False"
-                )
-            self.store.save_folder(Path(path), contents, self._for_saves_in_background())
-        elif self._has_own_io or "://" in path:
-            self.store.save_file(Path(path), contents, lambda whole: self.checkpoint_io.save_checkpoint(whole, path))
-        else:
-            self.store.save_file(Path(path), contents)
+        is_running = self._module.trainer.state.status == TrainerStatus.RUNNING  # else nobody would wait for it later
+        self.checkpoints.save(
+            path,
+            checkpoint,
+            self._set_up.state,
+            self.checkpoint_io,
+            is_folder=self.config.save_distributed_checkpoint,
+            in_background=self.config.async_checkpoint and is_running,
+        )
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         """Load a checkpoint that any layout saved, or no strategy: of a folder, what this rank holds.
 
         A folder of safetensors gives the weights of the module's Hugging Face model, to a run that starts.
         """
-        path = str(self.broadcast(str(checkpoint_path)))
-        state = self._set_up.state
-        if is_pretrained(path, self.groups.world):
-            aliases = self.engine.parameters.aliases
-            weights = read_pretrained(path, self._module, state.local(), aliases, self.groups.world)
-            return {
-                "pytorch-lightning_version": pl.__version__,
-                "state_dict": weights,
-                "optimizer_states": [self.optimizer_state(optimizer) for optimizer in self.optimizers],
-                "lr_schedulers": [],
-            }
-        for folder in cut_off(Path(path).parent):
-            rank_zero_warn(f"{folder} was passed over: its writing was cut off; {path} is loaded")
-        loaded = self.store.load(
-            path,
-            state.local(),
-            state.held(),
-            len(self.optimizers),
-            (lambda: self.checkpoint_io.load_checkpoint(path, weights_only=weights_only))
-            if self._has_own_io or "://" in path
-            else None,
-            weights_only=weights_only,
+        path, state = str(self.broadcast(str(checkpoint_path))), self._set_up.state
+        if self.checkpoints.is_pretrained(path):
+            states = [self.optimizer_state(optimizer) for optimizer in self.optimizers]
+            return self.checkpoints.load_pretrained(path, self._module, state, states)
+        loaded = self.checkpoints.load(
+            path, state, self.checkpoint_io, num_optimizers=len(self.optimizers), weights_only=weights_only
         )
         if self._module.trainer.state.fn == TrainerFn.FITTING:
             self.engine.streams.seed = self.resuming.take(loaded.get(KEY), self.engine.streams.seed)
@@ -790,7 +690,7 @@ class PTDPStrategy(ParallelStrategy):
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
         """Delete a checkpoint, after a save that is under way."""
-        self.store.remove(Path(filepath), lambda: self.checkpoint_io.remove_checkpoint(filepath))
+        self.checkpoints.remove(Path(filepath), self.checkpoint_io)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load this rank's part of the plain module's state.
@@ -805,17 +705,6 @@ class PTDPStrategy(ParallelStrategy):
         tell_restored(self._module.trainer, self._module, self.whole_model)
         names = self._set_up.whole_groups.names(self.optimizers, self._module)
         self._set_up.state.load_optimizers(checkpoint["optimizer_states"], self.optimizers, names)
-
-    def _close_store(self) -> None:
-        if self._store is None:
-            return
-        store, self._store = self._store, None
-        try:
-            store.close()
-        except Exception as error:
-            if not self._module.trainer.interrupted:
-                raise
-            log.warning("the save in the background failed, too: %s", error)  # the first failure is being raised
 
     def _refuse_after_failure(self) -> None:
         if isinstance(sys.exc_info()[1], SIGTERMException):  # raised on all ranks at once
@@ -840,7 +729,9 @@ class PTDPStrategy(ParallelStrategy):
 
     def teardown(self) -> None:
         """Stop watching, and give the module its own `log` back."""
-        self._close_store()
+        if self._checkpoints is not None:
+            checkpoints, self._checkpoints = self._checkpoints, None
+            checkpoints.close(has_failed=self._module.trainer.interrupted)
         if self._board is not None:
             self._board.__exit__()
         if self._run is not None:

@@ -71,19 +71,20 @@ UNITS: dict[str, Unit] = {
         "callbacks comm config engine host kernels layout names own_class schedule steps tensor_parallel topology",
         "torch lightning numpy",
     ),
+    "run": _unit(9, "callbacks checkpoint comm config deferred_init engine layout steps", "torch lightning"),
     "strategy": _unit(
-        9,
-        "callbacks checkpoint comm config data_parallel deferred_init engine host kernels layout loaders precision "
-        "preflight random_streams steps topology",
+        10,
+        "callbacks checkpoint comm config data_parallel deferred_init engine host layout loaders precision preflight "
+        "random_streams run steps topology",
         "torch lightning",
     ),
-    "__init__": _unit(10, "check config precision strategy"),  # for users; others import where a name is defined
+    "__init__": _unit(11, "check config precision strategy"),  # for users; others import where a name is defined
     "cli": _unit(
-        11,
+        12,
         "__init__ check checkpoint config data kernels layout recipes schedule strategy",
         "torch lightning jsonargparse rich tokenizers transformers",
     ),
-    "__main__": _unit(12, "cli"),
+    "__main__": _unit(13, "cli"),
 }
 
 HOSTS = ("torch", "torchmetrics", "lightning")

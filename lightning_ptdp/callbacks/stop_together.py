@@ -101,7 +101,7 @@ class StopTogether(Callback):
         if asked == _SIGNAL_SAVED:
             path = _path_for_signals(trainer)
             trainer.save_checkpoint(path)
-            strategy.store.wait()
+            strategy.checkpoints.wait()
             rank_zero_info(
                 f"a signal came: {path} was saved, and training ends; it goes on with ckpt_path={str(path)!r}"
             )

@@ -26,6 +26,11 @@ class RunState:
         """Names and places of what this rank holds."""
         return LocalState(self._groups, self._parameters.read())
 
+    @property
+    def aliases(self) -> Mapping[str, Sequence[str]]:
+        """All names of each of the plain module's parameters, by each of them."""
+        return self._parameters.aliases
+
     def held(self) -> dict[str, Any]:
         """What this rank holds of the plain module's state, under its names."""
         self._gradients.take_edits()

@@ -27,6 +27,17 @@ from lightning_ptdp.topology import Coordinate, Topology
 AXES = ("pipeline", "data", "tensor")
 
 
+def backend_for(device: torch.device, asked: str | None) -> str:
+    """The backend of a run's groups: gloo on CPUs; on GPUs NCCL, or what was asked for, with gloo for the host.
+
+    Small control messages stay on the host.
+    """
+    if device.type != "cuda":
+        return asked or "gloo"
+    backend = asked or "nccl"
+    return backend if "gloo" in backend else f"cpu:gloo,cuda:{backend}"
+
+
 def join_world(backend: str, *, address: str, port: int, rank: int, world_size: int, timeout: timedelta) -> None:
     """Create the default process group, unless there is one already.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
 from typing import Any
 
@@ -166,3 +167,22 @@ class KeptSummary:
 
     def _get_summary_data(self) -> Any:
         return self._data
+
+
+# -- what it says ------------------------------------------------------------------------------------------------------
+
+_ADVICE = (
+    r"Using `DistributedSampler` with the dataloaders\.",  # which repeats samples in evaluation; ours does not
+    r"You're resuming from a checkpoint that ended before the epoch ended and your dataloader is not resumable",
+)
+_ADVICE_TO_REPLICAS = r"It is recommended to use `self\.log\(.*sync_dist=True\)`"
+
+
+def silence_advice(*, has_replicas: bool) -> None:
+    """Drop, for the rest of the process, warnings of Lightning's that are not true of this strategy.
+
+    Args:
+        has_replicas: whether logged values may have to be reduced over replicas.
+    """
+    for message in _ADVICE if has_replicas else (*_ADVICE, _ADVICE_TO_REPLICAS):
+        warnings.filterwarnings("ignore", message=message)
