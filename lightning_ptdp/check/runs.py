@@ -21,7 +21,7 @@ from lightning_ptdp.comm.in_process import InProcessWorld
 from lightning_ptdp.config import ParallelConfig
 from lightning_ptdp.engine.batch_run import Window, loss_in
 from lightning_ptdp.engine.engine import assemble
-from lightning_ptdp.engine.microbatches import num_samples, shares
+from lightning_ptdp.engine.microbatches import num_samples, replica_batches
 from lightning_ptdp.layout import Layout
 from lightning_ptdp.steps.exchange import Exchange
 from lightning_ptdp.steps.steps import Steps
@@ -98,7 +98,7 @@ def run_split(
 ) -> SplitRun:
     """Run the user's step as the ranks of a layout run it, each a thread of this process."""
     with original.as_default_dtype():
-        batches = shares(original.make_batch(), layout.topology.data_parallel_size)
+        batches = replica_batches(original.make_batch(), layout.topology.data_parallel_size)
         traces = {rank: Trace() for rank in range(layout.topology.world_size)}
 
         def body(groups: Groups) -> Part:
