@@ -75,7 +75,7 @@ from lightning_ptdp.preflight.refusals import (
 )
 from lightning_ptdp.preflight.settle import Asked, Machine, Sizes, settle_layout, settle_optimizers, settle_sizes
 from lightning_ptdp.preflight.weights import agree_on_weights
-from lightning_ptdp.random_streams import mix, share_random_state
+from lightning_ptdp.random_streams import share_random_state, mix
 from lightning_ptdp.steps.exchange import Exchange
 from lightning_ptdp.steps.log_calls import ALREADY_SYNCED
 from lightning_ptdp.steps.metrics import connect_metrics
@@ -510,12 +510,12 @@ class PTDPStrategy(ParallelStrategy):
         """Evaluate and predict each sample once, seed workers by replica, and end on all replicas at once."""
         trainer = self._module.trainer
         assert trainer.state.stage is not None, "loaders are read in a stage"
-        shares = splits_samplers(trainer)
+        splits_samples = splits_samplers(trainer)
         return replicas.prepare(
             dataloader,
             self.groups,
             stage=trainer.state.stage,
-            shares=shares,
+            splits_samples=splits_samples,
             warn=rank_zero_warn,
             resumable=lambda loader: self.resuming.resumable(loader, rank_zero_warn),
         )

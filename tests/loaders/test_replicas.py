@@ -16,10 +16,10 @@ from lightning_ptdp.topology import Coordinate, Topology
 from tests.spmd import run_spmd
 
 
-def prepared(loader, *, d=2, stage=RunningStage.VALIDATING, replica=1, shares=True):
+def prepared(loader, *, d=2, stage=RunningStage.VALIDATING, replica=1, splits_samples=True):
     alone = SimpleNamespace(size=lambda: 1)  # a group for what asks peers, where no peers are needed
     groups = SimpleNamespace(topology=Topology(data_parallel_size=d), at=Coordinate(0, replica, 0), data=alone)
-    return prepare(loader, groups, stage=stage, shares=shares, warn=pytest.fail)
+    return prepare(loader, groups, stage=stage, splits_samples=splits_samples, warn=pytest.fail)
 
 
 def ghost_of(loader):
@@ -68,7 +68,7 @@ def prepare_for_training(sizes, kind):
     groups, warned = Groups.create(Topology(data_parallel_size=2), "cpu"), []
     size = sizes[dist.get_rank()]
     loader = {"sampler": DataLoader(range(size)), "list": list(range(size)), "stream": DataLoader(Count(size))}[kind]
-    ready = prepare(loader, groups, stage=RunningStage.TRAINING, shares=False, warn=warned.append)
+    ready = prepare(loader, groups, stage=RunningStage.TRAINING, splits_samples=False, warn=warned.append)
     length = None if kind == "stream" else len(ready)
     found = ready is loader, length, len(list(ready)), warned
     groups.destroy()
@@ -136,12 +136,12 @@ def test_prediction_shares_out_batches():
 
 
 @pytest.mark.parametrize(
-    ("make", "shares"),
+    ("make", "splits_samples"),
     [(lambda: DataLoader(Count(3)), True), (distributed, True), (lambda: DataLoader(range(3)), False)],
 )
-def test_prediction_leaves_alone_what_it_may_not_split(make, shares):
+def test_prediction_leaves_alone_what_it_may_not_split(make, splits_samples):
     loader = make()
-    assert prepared(loader, stage=RunningStage.PREDICTING, shares=shares) is loader
+    assert prepared(loader, stage=RunningStage.PREDICTING, splits_samples=splits_samples) is loader
     assert not is_shared(loader)
 
 
@@ -213,7 +213,7 @@ def lengths_of(loaders):
     groups = Groups.create(Topology(data_parallel_size=2), "cpu")
     mine = loaders[dist.get_rank()]
     stages = (RunningStage.TRAINING, RunningStage.VALIDATING)
-    even = [prepare(mine, groups, stage=stage, shares=False, warn=print) for stage in stages]
+    even = [prepare(mine, groups, stage=stage, splits_samples=False, warn=print) for stage in stages]
     groups.destroy()
     return [sized_len(loader) for loader in even]
 
