@@ -75,7 +75,7 @@ from lightning_ptdp.preflight.refusals import (
 )
 from lightning_ptdp.preflight.settle import Asked, Machine, Sizes, settle_layout, settle_optimizers, settle_sizes
 from lightning_ptdp.preflight.weights import agree_on_weights
-from lightning_ptdp.random_streams import share_random_state, mix
+from lightning_ptdp.random_streams import align_random_state, mix
 from lightning_ptdp.steps.exchange import Exchange
 from lightning_ptdp.steps.log_calls import ALREADY_SYNCED
 from lightning_ptdp.steps.metrics import connect_metrics
@@ -385,7 +385,7 @@ class PTDPStrategy(ParallelStrategy):
             warnings.filterwarnings("ignore", message=_SYNC_ADVICE)
         connect_metrics(module, self.groups, lambda: self.steps.is_in_step, self.root_device)
         self._connect_callbacks(trainer)
-        share_random_state(self.root_device, self.groups.world)
+        align_random_state(self.root_device, self.groups.world)
         self.resuming.is_set_up = True
 
     def _assemble(self, trainer: pl.Trainer, layout: Layout, *, fits: bool) -> _Run:
