@@ -98,7 +98,7 @@ class RandomStreams:
             generator.manual_seed(seed)
 
 
-def share_random_state(device: torch.device, group: ProcessGroup) -> None:
+def align_random_state(device: torch.device, group: ProcessGroup) -> None:
     """Put the default generators of all ranks where rank 0's stand.
 
     Ranks that were not seeded, or did not run the same code before (rank 0 alone prepares data), draw alike from then

@@ -66,7 +66,7 @@ from lightning_ptdp.precision.held_rates import hold
 from lightning_ptdp.precision.plugin import PTDPPrecision
 from lightning_ptdp.preflight.settle import Asked, Machine, Sizes, settle_layout, settle_optimizers, settle_sizes
 from lightning_ptdp.preflight.whole import take_leave_of_the_whole
-from lightning_ptdp.random_streams import mix, share_random_state
+from lightning_ptdp.random_streams import align_random_state, mix
 from lightning_ptdp.run import Run, make_run
 from lightning_ptdp.steps.log_calls import ALREADY_SYNCED
 from lightning_ptdp.steps.metrics import connect_metrics
@@ -344,7 +344,7 @@ class PTDPStrategy(ParallelStrategy):
         silence_advice(has_replicas=self.groups.topology.data_parallel_size > 1)
         connect_metrics(module, self.groups, lambda: self.steps.is_in_step, self.root_device)
         self._connect_callbacks(trainer)
-        share_random_state(self.root_device, self.groups.world)
+        align_random_state(self.root_device, self.groups.world)
         self.resuming.is_set_up = True
 
     def _connect_callbacks(self, trainer: pl.Trainer) -> None:
@@ -437,12 +437,12 @@ class PTDPStrategy(ParallelStrategy):
         """Evaluate and predict each sample once, seed workers by replica, and end on all replicas at once."""
         trainer = self._module.trainer
         assert trainer.state.stage is not None, "loaders are read in a stage"
-        shares = splits_samplers(trainer)
+        splits_samples = splits_samplers(trainer)
         return replicas.prepare(
             dataloader,
             self.groups,
             stage=trainer.state.stage,
-            shares=shares,
+            splits_samples=splits_samples,
             warn=rank_zero_warn,
             resumable=lambda loader: self.resuming.resumable(loader, rank_zero_warn),
         )

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_ptdp.random_streams import RandomStreams, SplitRegion, mix, share_random_state
+from lightning_ptdp.random_streams import RandomStreams, SplitRegion, align_random_state, mix
 from tests.spmd import run_spmd, spmd
 
 CPU = torch.device("cpu")
@@ -118,7 +118,7 @@ def seeded_apart():
     """The next draws of ranks that were seeded differently, after they share rank 0's state."""
     for seed in (torch.manual_seed, random.seed, numpy.random.seed):
         seed(10 + dist.get_rank())
-    share_random_state(CPU, dist.group.WORLD)
+    align_random_state(CPU, dist.group.WORLD)
     return draws()
 
 

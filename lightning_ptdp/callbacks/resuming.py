@@ -91,7 +91,7 @@ class Resuming(Callback):
                 f"saved under {saved['layout']}, each rank has its own; dropout's seed and the loaders' places go on"
             )
         for loader in self._loaders():  # they are there if configure_optimizers asked for their length
-            self._place(loader)
+            self._put_where_it_was(loader)
             if loader.is_of_other_length:
                 rank_zero_warn(
                     "configure_optimizers asked for the number of batches before the checkpoint was loaded; the epoch "
@@ -109,7 +109,7 @@ class Resuming(Callback):
             shows=self._trainer.is_global_zero and self._trainer.progress_bar_callback is not None,
             warn=warn,
         )
-        self._place(ready)
+        self._put_where_it_was(ready)
         return ready
 
     def restore(self) -> None:
@@ -133,7 +133,7 @@ class Resuming(Callback):
             options: Any = trainer
             options.reload_dataloaders_every_n_epochs, self._reloads = self._reloads, None
 
-    def _place(self, loader: ResumableLoader) -> None:
+    def _put_where_it_was(self, loader: ResumableLoader) -> None:
         if self._positions:
             loader.resume(self._positions.pop(0))
 

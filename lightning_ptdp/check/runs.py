@@ -15,13 +15,13 @@ from torch import Tensor
 from lightning_ptdp.callbacks.loop_progress import LoopProgress
 from lightning_ptdp.check.copies import CPU, Original
 from lightning_ptdp.check.dropout import NoDropout
-from lightning_ptdp.check.trace import Trace, random_state, same_random_state
+from lightning_ptdp.check.trace import Trace, are_same_states, generator_states
 from lightning_ptdp.comm.groups import Groups
 from lightning_ptdp.comm.in_process import InProcessWorld
 from lightning_ptdp.config import ParallelConfig
 from lightning_ptdp.engine.batch_run import Window, loss_in
 from lightning_ptdp.engine.engine import assemble
-from lightning_ptdp.engine.microbatches import num_samples, shares
+from lightning_ptdp.engine.microbatches import num_samples, replica_batches
 from lightning_ptdp.layout import Layout
 from lightning_ptdp.steps.exchange import Exchange
 from lightning_ptdp.steps.steps import Steps
@@ -79,7 +79,7 @@ def run_whole(original: Original, *, seed: int, traces_outputs: bool = False) ->
         trace = Trace()
         trace.attach(module, draws=True, outputs=traces_outputs)
         torch.manual_seed(seed)
-        before = random_state()
+        before = generator_states()
         with NoDropout() as mode:
             loss = loss_in(module.training_step(*_arguments(module, batch)))
             loss.backward()
@@ -87,7 +87,7 @@ def run_whole(original: Original, *, seed: int, traces_outputs: bool = False) ->
             loss=float(loss.detach()),
             gradients={name: p.grad for name, p in module.named_parameters() if p.requires_grad},
             trace=trace,
-            has_drawn=not same_random_state(before, random_state()),
+            has_drawn=not are_same_states(before, generator_states()),
             has_dropout=mode.has_dropped,
             num_rows=num_samples(batch),
         )
@@ -98,7 +98,7 @@ def run_split(
 ) -> SplitRun:
     """Run the user's step as the ranks of a layout run it, each a thread of this process."""
     with original.as_default_dtype():
-        batches = shares(original.make_batch(), layout.topology.data_parallel_size)
+        batches = replica_batches(original.make_batch(), layout.topology.data_parallel_size)
         traces = {rank: Trace() for rank in range(layout.topology.world_size)}
 
         def body(groups: Groups) -> Part:

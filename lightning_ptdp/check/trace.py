@@ -62,12 +62,12 @@ class Trace:
         def before(*_: Any) -> None:
             self.running.append(name)
             if draws and is_leaf:
-                self._states.append(random_state())
+                self._states.append(generator_states())
 
         def after(_: nn.Module, __: Any, output: Any) -> None:
             nonlocal num_calls
             self.running.pop()
-            if draws and is_leaf and not same_random_state(self._states.pop(), random_state()):
+            if draws and is_leaf and not are_same_states(self._states.pop(), generator_states()):
                 self.draws.append(name)
             found = Output.of(output) if outputs else None
             if found is not None:
@@ -78,12 +78,12 @@ class Trace:
         module.register_forward_hook(after)
 
 
-def random_state() -> tuple[Any, ...]:
+def generator_states() -> tuple[Any, ...]:
     """Where the default generators stand: PyTorch's on the host, NumPy's and Python's."""
     _, words, position, *_ = numpy.random.get_state(legacy=True)
     return torch.get_rng_state(), numpy.asarray(words).tobytes(), position, random.getstate()
 
 
-def same_random_state(first: tuple[Any, ...], second: tuple[Any, ...]) -> bool:
+def are_same_states(first: tuple[Any, ...], second: tuple[Any, ...]) -> bool:
     """Whether no generator moved between two states."""
     return torch.equal(first[0], second[0]) and first[1:] == second[1:]

@@ -10,8 +10,8 @@ from typing import Any
 from lightning_ptdp.checkpoint.folder import Keys
 from lightning_ptdp.checkpoint.local_state import LocalState
 from lightning_ptdp.checkpoint.rectangles import Placed
-from lightning_ptdp.checkpoint.share import share_out
 from lightning_ptdp.checkpoint.single import gather_whole
+from lightning_ptdp.checkpoint.writers import assign_writers
 from lightning_ptdp.comm.collectives import gather_objects
 from lightning_ptdp.comm.groups import Groups
 
@@ -54,7 +54,7 @@ def contents_of(checkpoint: Mapping[str, Any], local: LocalState, groups: Groups
         objects |= others
         if not any(gather_objects(bool(state["state"]), groups.world)):
             objects[f"optimizer_{number}", "state"] = {}
-    return Contents(*share_out(tensors, objects, groups), rest, local.names)
+    return Contents(*assign_writers(tensors, objects, groups), rest, local.names)
 
 
 def _is_of_the_model(value: Any, names: Sequence[str]) -> bool:
@@ -64,7 +64,7 @@ def _is_of_the_model(value: Any, names: Sequence[str]) -> bool:
 
 def gather_module(state: Mapping[str, Any], local: LocalState, groups: Groups) -> dict[str, Any]:
     """Gather a whole state of the module from the parts of all ranks, in the memory of rank 0; empty elsewhere."""
-    tensors, objects = share_out(*local.module_entries(state), groups)
+    tensors, objects = assign_writers(*local.module_entries(state), groups)
     return gather_whole(tensors, objects, lambda values: _in_order(values, "model", local.names))
 
 

@@ -5,7 +5,7 @@ lowered program's. A receive is posted where the sender sends and waited for by 
 
 What arrives is known beforehand: all stages see the same microbatch, and its shapes fix the shapes that cross a cut.
 The first time that a stage meets an input of new shapes it sends an `Envelope` ahead; later ones go without. It also
-says which tensors come in parts, one from each tensor peer (`shares`).
+says which tensors come in parts, one from each tensor peer (`ScatterGather`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from lightning_ptdp.comm.in_process import place_in
-from lightning_ptdp.comm.shares import Shares
+from lightning_ptdp.comm.scatter_gather import ScatterGather
 
 Key = tuple[str, Hashable]
 """What a message is: words that name its cut and direction, and what stands for the shapes of the microbatch."""
@@ -49,20 +49,20 @@ class Envelope:
 class Arriving:
     """Tensors on their way, and the works to wait for.
 
-    tensors: as they come, whole or a part. shares: joins parts; None where there are none.
+    tensors: as they come, whole or a part. scatter_gather: joins parts; None where there are none.
     """
 
     envelope: Envelope
     tensors: tuple[Tensor, ...]
     works: tuple[dist.Work, ...]
-    shares: Shares | None
+    scatter_gather: ScatterGather | None
 
     def wait(self) -> tuple[Tensor, ...]:
         """The tensors, complete. Tensor peers call it in the same order."""
         for work in self.works:
             work.wait()
         return tuple(
-            self.shares.join(tensor, shape) if is_part and self.shares is not None else tensor
+            self.scatter_gather.join(tensor, shape) if is_part and self.scatter_gather is not None else tensor
             for tensor, (shape, _), is_part in zip(
                 self.tensors, self.envelope.tensors, self.envelope.in_parts, strict=True
             )
@@ -72,14 +72,14 @@ class Arriving:
 class Messenger:
     """Sends and receives tensors between the ranks of one pipeline."""
 
-    def __init__(self, group: ProcessGroup, device: torch.device, shares: Shares | None = None) -> None:
+    def __init__(self, group: ProcessGroup, device: torch.device, scatter_gather: ScatterGather | None = None) -> None:
         """
         Args:
             group: the ranks of the pipeline.
             device: where received tensors are put.
-            shares: lets tensor peers send what they hold alike in parts, one each; None sends everything whole.
+            scatter_gather: lets tensor peers send what they hold alike in parts, one each; None sends everything whole.
         """
-        self._group, self._device, self._shares = group, device, shares
+        self._group, self._device, self._scatter_gather = group, device, scatter_gather
         self._sent: dict[Key, Envelope] = {}
         self._received: dict[Key, Envelope] = {}
         self._in_flight: deque[tuple[list[dist.Work], list[Tensor]]] = deque()
@@ -99,7 +99,7 @@ class Messenger:
         shapes = tuple((tuple(t.shape), t.dtype) for t in tensors)
         envelope = self._sent.get(key)
         if envelope is None:
-            in_parts = (False,) * len(tensors) if self._shares is None else self._shares.alike(tensors)
+            in_parts = (False,) * len(tensors) if self._scatter_gather is None else self._scatter_gather.alike(tensors)
             envelope = self._sent[key] = Envelope(shapes, extra, in_parts)
             self._send_object(envelope, destination)
         elif envelope.tensors != shapes:
@@ -111,8 +111,8 @@ class Messenger:
         place, works, leaving = place_in(self._group, destination), [], []
         for tensor, is_part in zip(tensors, envelope.in_parts, strict=True):
             content = tensor.contiguous()
-            if is_part and self._shares is not None:
-                content = self._shares.part(content, key[0])
+            if is_part and self._scatter_gather is not None:
+                content = self._scatter_gather.part(content, key[0])
             work = dist.isend(content, group_dst=place, group=self._group)
             assert work is not None, "this rank is in the pipeline's group"
             works.append(work)
@@ -128,15 +128,15 @@ class Messenger:
             self._received[key] = envelope
         tensors, works, place = [], [], place_in(self._group, source)
         for (shape, dtype), is_part in zip(envelope.tensors, envelope.in_parts, strict=True):
-            if is_part and self._shares is not None:
-                tensor = self._shares.like_part(shape, dtype, self._device)
+            if is_part and self._scatter_gather is not None:
+                tensor = self._scatter_gather.like_part(shape, dtype, self._device)
             else:
                 tensor = torch.empty(shape, dtype=dtype, device=self._device)
             work = dist.irecv(tensor, group_src=place, group=self._group)
             assert work is not None, "this rank is in the pipeline's group"
             tensors.append(tensor)
             works.append(work)
-        return Arriving(envelope, tuple(tensors), tuple(works), self._shares)
+        return Arriving(envelope, tuple(tensors), tuple(works), self._scatter_gather)
 
     def _settle(self, remaining: int) -> None:
         """Let go of messages that have left, and wait for the oldest until no more than `remaining` are under way."""

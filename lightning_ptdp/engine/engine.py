@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lightning_ptdp.comm.collectives import MAX, all_reduce_, gather_objects
 from lightning_ptdp.comm.groups import Groups
 from lightning_ptdp.comm.p2p import Messenger
-from lightning_ptdp.comm.shares import Shares
+from lightning_ptdp.comm.scatter_gather import ScatterGather
 from lightning_ptdp.config import ParallelConfig, micro_batch_size
 from lightning_ptdp.data_parallel import batch_norm
 from lightning_ptdp.data_parallel.main_weights import MainWeights
@@ -124,11 +124,11 @@ class Engine:
         self._skeleton, self._recomputation = stages, recomputation
         self.num_stages = stages.partition.num_stages
         self.stages = tuple(range(groups.at.pipeline, self.num_stages, self._p))
-        shares_out = config.scatter_gather and not config.sequence_parallel
+        sends_parts = config.scatter_gather and not config.sequence_parallel
         has_both = min(topology.tensor_parallel_size, self._p) > 1
-        self._shares = Shares(groups.tensor, groups.replica) if shares_out and has_both else None
+        self._scatter_gather = ScatterGather(groups.tensor, groups.replica) if sends_parts and has_both else None
         self._runtime = Runtime(
-            Messenger(groups.pipeline, device, self._shares), groups.pipeline_ranks, groups.at.pipeline
+            Messenger(groups.pipeline, device, self._scatter_gather), groups.pipeline_ranks, groups.at.pipeline
         )
         self._moving: MovingBuffers | None = None
         self._restore_batch_norms: Callable[[], None] | None = None
@@ -241,8 +241,8 @@ class Engine:
         actions = self._actions(schedule, len(run.sizes))
         with run.streams.isolated(), _one_autocast_copy(self.device), self._blame(run):
             self._runtime.run(actions, worker, run.key, run.at)
-        if self._shares is not None:
-            self._shares.check()
+        if self._scatter_gather is not None:
+            self._scatter_gather.check()
 
     def _actions(self, schedule: str, num_microbatches: int) -> Sequence[Action]:
         if num_microbatches == 0:

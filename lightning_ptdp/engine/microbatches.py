@@ -80,7 +80,7 @@ def split(batch: Any, size: int) -> list[Microbatch]:
     ]
 
 
-def shares(batch: Any, num_replicas: int) -> list[Any]:
+def replica_batches(batch: Any, num_replicas: int) -> list[Any]:
     """A global batch as the batches of replicas: runs of rows, the first ones longer by a row where it is uneven."""
     total = num_samples(batch)
     short, longer = divmod(total, num_replicas)

@@ -54,7 +54,7 @@ def samples_in(order: Mapping[str, Any], num_samples: int) -> list[int]:
 
 
 def rest_of(order: Sequence[int], seen: int, *, replica: int, num_replicas: int, drop_last: bool) -> list[int]:
-    """Give a replica its share of the samples after the first `seen`, dealt as a `DistributedSampler` deals all.
+    """Give a replica its part of the samples after the first `seen`, dealt as a `DistributedSampler` deals all.
 
     Replicas get equally many: the last few are left out if drop_last, else the first of the order are repeated.
     """

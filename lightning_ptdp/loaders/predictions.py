@@ -7,7 +7,7 @@ from typing import Any
 
 from lightning_ptdp.comm.collectives import gather_objects_to
 from lightning_ptdp.comm.groups import Groups
-from lightning_ptdp.loaders.replicas import is_shared
+from lightning_ptdp.loaders.replicas import is_split
 from lightning_ptdp.loaders.sampler import interleave
 
 
@@ -21,6 +21,6 @@ def join_predictions(predictions: Sequence[list[Any]], loaders: Sequence[object]
     """
     first = groups.topology.data_ranks(groups.at)[0]
     for mine, loader in zip(predictions, loaders, strict=True):
-        shares = gather_objects_to(mine, first, groups.data) if is_shared(loader) else None
-        if shares is not None:
-            mine[:] = interleave(shares)
+        gathered = gather_objects_to(mine, first, groups.data) if is_split(loader) else None
+        if gathered is not None:
+            mine[:] = interleave(gathered)

@@ -18,7 +18,7 @@ from lightning_ptdp.comm.collectives import all_gather_dim, broadcast_object, ga
 from lightning_ptdp.comm.groups import Groups
 from lightning_ptdp.host.lightning import IndexBatchSampler, Stateful, with_sampler, wrap_batches, wrapped_batches
 from lightning_ptdp.host.torch import pytree
-from lightning_ptdp.loaders.sampler import BatchShare, UnrepeatedSampler
+from lightning_ptdp.loaders.sampler import BatchesOfReplica, UnrepeatedSampler
 
 
 def prepare(
@@ -26,19 +26,19 @@ def prepare(
     groups: Groups,
     *,
     stage: RunningStage,
-    shares: bool,
+    splits_samples: bool,
     warn: Callable[[str], None],
     resumable: Callable[[object], object] = lambda loader: loader,
 ) -> object:
     """Adapt a loader to the replicas, by what it is read for.
 
-    In training all replicas get equally many batches, in evaluation no sample counts twice, and for prediction they
-    share the batches out. Workers are seeded by replica.
+    In training all replicas get equally many batches, in evaluation no sample counts twice, and for prediction each
+    batch goes to one replica. Workers are seeded by replica.
 
     Args:
         loader: the user's, with the sampler that Lightning gave it.
         stage: what it is read for.
-        shares: whether replicas may split what a loader draws for prediction.
+        splits_samples: whether replicas may split the samples that a loader draws for prediction.
         warn: takes a sentence for the user.
         resumable: wraps a training loader without `state_dict` in one that has it.
     """
@@ -49,7 +49,7 @@ def prepare(
     if groups.topology.data_parallel_size == 1:
         return loader
     if stage == RunningStage.PREDICTING:
-        return _share(loader, groups) if shares and isinstance(loader, DataLoader) else loader
+        return _each_batch_once(loader, groups) if splits_samples and isinstance(loader, DataLoader) else loader
     if stage.evaluating:
         return _each_sample_once(loader, groups, warn)
     return _evened(loader, groups, warn)
@@ -82,24 +82,24 @@ def _evened(loader: Any, groups: Groups, warn: Callable[[str], None]) -> object:
     return EvenLoader(loader, groups, repeats_last=False, warn=warn, length=min(known))
 
 
-def _share(loader: DataLoader[Any], groups: Groups) -> DataLoader[Any]:
+def _each_batch_once(loader: DataLoader[Any], groups: Groups) -> DataLoader[Any]:
     """Predict each batch on one replica; loaders that split by themselves, or cannot be split, are left alone."""
     if isinstance(loader.dataset, IterableDataset) or isinstance(loader.sampler, DistributedSampler):
         return loader
-    share = partial(BatchShare, replica=groups.at.data, num_replicas=groups.topology.data_parallel_size)
+    mine = partial(BatchesOfReplica, replica=groups.at.data, num_replicas=groups.topology.data_parallel_size)
     if isinstance(loader.batch_sampler, IndexBatchSampler):  # which tells writers the samples of each batch
-        wrap_batches(loader.batch_sampler, share(wrapped_batches(loader.batch_sampler)))
+        wrap_batches(loader.batch_sampler, mine(wrapped_batches(loader.batch_sampler)))
         return loader
-    share_of_samples = share(loader.sampler)  # type: ignore[arg-type]  # without a length, the loader has none either
-    return with_sampler(loader, share_of_samples)
+    samples = mine(loader.sampler)  # type: ignore[arg-type]  # without a length, the loader has none either
+    return with_sampler(loader, samples)
 
 
-def is_shared(loader: object) -> bool:
+def is_split(loader: object) -> bool:
     """Whether replicas split the batches that the loader draws for prediction."""
     drawn = getattr(loader, "batch_sampler", None)
     if isinstance(drawn, IndexBatchSampler):
-        return isinstance(wrapped_batches(drawn), BatchShare)
-    return isinstance(getattr(loader, "sampler", None), BatchShare)
+        return isinstance(wrapped_batches(drawn), BatchesOfReplica)
+    return isinstance(getattr(loader, "sampler", None), BatchesOfReplica)
 
 
 def _each_sample_once(loader: object, groups: Groups, warn: Callable[[str], None]) -> object:

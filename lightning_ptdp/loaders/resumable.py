@@ -235,11 +235,11 @@ class ResumableLoader:
     def _deal(self) -> list[int | None]:
         """How many replicas share the order, and how many samples each takes a batch; None where that is not known."""
         sampler = _sampler_of(self._given)
-        shares = sampler.num_replicas if isinstance(sampler, DistributedSampler) else 1
+        num_replicas = sampler.num_replicas if isinstance(sampler, DistributedSampler) else 1
         drawn = getattr(self._given, "batch_sampler", None)
         if drawn is None:
-            return [shares, 1 if self._has_numbers else None]
-        return [shares, drawn.batch_size if type(drawn) is BatchSampler else None]
+            return [num_replicas, 1 if self._has_numbers else None]
+        return [num_replicas, drawn.batch_size if type(drawn) is BatchSampler else None]
 
     def _deals_anew(self, saved: Position) -> bool:
         """Whether what is left of a saved epoch has to be dealt out: to other replicas, or in other batches."""
@@ -325,5 +325,5 @@ def _generators_of(loader: object) -> list[torch.Generator]:
 
 def _product(deal: list[int | None]) -> int:
     """Samples that all replicas together take a batch; what is not known counts as 1."""
-    shares, size = deal
-    return (shares or 1) * (size or 1)
+    num_replicas, size = deal
+    return (num_replicas or 1) * (size or 1)

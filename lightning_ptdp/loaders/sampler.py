@@ -31,9 +31,9 @@ class UnrepeatedSampler(Sampler[int]):
         total, d, rank = _length(sampler), sampler.num_replicas, sampler.rank
         if batch_size is not None and drop_last:
             total -= total % (d * batch_size)
-        shares = [len(range(replica, total, d)) for replica in range(d)]
-        batches = [ceil(share / (batch_size or total or 1)) for share in shares]
-        self.replica, self._real = rank, shares[rank]
+        num_samples = [len(range(replica, total, d)) for replica in range(d)]
+        batches = [ceil(count / (batch_size or total or 1)) for count in num_samples]
+        self.replica, self._real = rank, num_samples[rank]
         self.ghost_batches = [k if batch_size is not None and k < max(batches) else None for k in batches]
 
     @property
@@ -65,11 +65,11 @@ class Batches(Protocol):
     def __len__(self) -> int: ...
 
 
-class BatchShare:
-    """A replica's share of the batches that a sampler draws: batch i goes to replica i mod d, whole and unrepeated.
+class BatchesOfReplica:
+    """One replica's batches of those that a sampler draws: batch i goes to replica i mod d, whole and unrepeated.
 
-    The last ones may lack a batch. The length is that of the longest share, so that a part of it is the same number on
-    every replica.
+    The last replicas may get one batch less. The length is that of the replica with most, so that a fraction of it is
+    the same number on every replica.
     """
 
     def __init__(self, batches: Batches, *, replica: int, num_replicas: int) -> None:
@@ -83,7 +83,7 @@ class BatchShare:
         return islice(self.batches, self._replica, None, self._num_replicas)
 
 
-def interleave(shares: list[list[Any]]) -> list[Any]:
-    """Join what replicas made of their shares, in the order of the batches: item i of replica r is number i * d + r."""
-    longest = max(map(len, shares))
-    return [share[i] for i in range(longest) for share in shares if i < len(share)]
+def interleave(by_replica: list[list[Any]]) -> list[Any]:
+    """Join what replicas made of their batches, in the order of one process: item i of replica r is item i * d + r."""
+    longest = max(map(len, by_replica))
+    return [mine[i] for i in range(longest) for mine in by_replica if i < len(mine)]

@@ -15,7 +15,7 @@ from torch import nn
 from lightning_ptdp.host.torch import children_of
 from lightning_ptdp.names import join
 from lightning_ptdp.pipeline.blocks import find_blocks
-from lightning_ptdp.pipeline.reading_order import place_by_source
+from lightning_ptdp.pipeline.reading_order import assign_by_source
 
 # A lookup costs no multiplication, but its table is updated and its gradient filled: about this share of a matrix.
 EMBEDDING_COST = 0.1
@@ -106,7 +106,7 @@ def partition(
     path = find_blocks(module, blocks)
     members = _members(module, path)
     costs = [module_cost(block) for block in members.values()]
-    names = _place_outside(module, path, first=first, last=last, shared=shared)
+    names = _assign_outside(module, path, first=first, last=last, shared=shared)
     if split is not None:
         if sum(split) != len(costs) or len(split) != num_stages:
             raise ValueError(
@@ -232,7 +232,7 @@ def _best_split(
     return best[num_blocks], bounds[::-1]
 
 
-def _place_outside(
+def _assign_outside(
     module: nn.Module, blocks: str, *, first: Sequence[str], last: Sequence[str], shared: Sequence[str]
 ) -> dict[str, list[str]]:
     """Names outside the blocks that hold parameters, each placed first, last or shared."""
@@ -276,7 +276,7 @@ def _guess(module: nn.Module, blocks: str, name: str) -> str:
     order = list(plan)
     if inside in order and list_name in order:
         return "first" if order.index(inside) < order.index(list_name) else "last"
-    read = place_by_source(module, blocks, name)
+    read = assign_by_source(module, blocks, name)
     return read if read is not None else _guess_by_name(module, blocks, name)
 
 

@@ -8,7 +8,7 @@ import re
 from torch import nn
 
 
-def place_by_source(module: nn.Module, blocks: str, name: str) -> str | None:
+def assign_by_source(module: nn.Module, blocks: str, name: str) -> str | None:
     """ "first", "last" or "shared" by where the common parent's forward names a module, before or after the blocks.
 
     name, blocks: full names of the module and of the block list. None where the source does not tell.

@@ -141,7 +141,7 @@ class Exchange:
         self._schema: tuple[Key, ...] = ()
         self._hash = _hash(())
 
-    def share(self, mine: StepReport | None, *, joins_replicas: bool = True) -> StepReport:
+    def tell_all(self, mine: StepReport | None, *, joins_replicas: bool = True) -> StepReport:
         """Merge the reports of a step; every rank calls it.
 
         Args:

@@ -1,8 +1,8 @@
 """`self.log` under a schedule: recorded while a step runs, merged, and replayed once on every rank.
 
 A step runs once a microbatch, and only the last stage's run reaches what follows the model. The calls recorded there
-are merged over microbatches, shared (`exchange`), and passed to Lightning's own `log` on every rank, as if the step had
-run once on the whole batch. Calls in hooks go to `hook_logs`.
+are merged over microbatches, told to all ranks (`exchange`), and passed to Lightning's own `log` on every rank, as if
+the step had run once on the whole batch. Calls in hooks go to `hook_logs`.
 """
 
 from __future__ import annotations

@@ -107,7 +107,7 @@ class Steps:
         with self._running():
             run = self._engine.train(batch_of(args, kwargs), step, backward, window)
             extra = outputs.extras(run.outputs, run.sizes, run.weight_numbers) if self._engine.is_last else {}
-            report = self._share(run, has_output=bool(extra))
+            report = self._step_report(run, has_output=bool(extra))
         self._engine.gradients.settle(report.factor / precision.scale, window, is_skipped=report.is_skipped)
         self._engine.follow_first_replica()
         self._calls.replay(report.logged, self._engine.device)
@@ -151,7 +151,7 @@ class Steps:
             if not counts:
                 run.leave_out()
             output = outputs.merge(run.outputs, run.sizes, run.weight_numbers) if self._engine.is_last else None
-            report = self._share(run, has_output=output is not None, counts=counts, joins_replicas=joins_replicas)
+            report = self._step_report(run, has_output=output is not None, counts=counts, joins_replicas=joins_replicas)
         self._calls.replay(report.logged, self._engine.device)
         return self._from_last_stage(output) if report.has_output else None
 
@@ -189,7 +189,7 @@ class Steps:
 
         return run
 
-    def _share(
+    def _step_report(
         self, run: BatchRun, *, has_output: bool, counts: bool = True, joins_replicas: bool = True
     ) -> StepReport:
         """What the last stages know of the step, on every rank. counts: whether this replica's samples do."""
@@ -205,7 +205,7 @@ class Steps:
                 logged=self._recorder.merged(weights, counts=counts),
                 is_skipped=run.is_skipped,
             )
-        return self._exchange.share(mine, joins_replicas=joins_replicas)
+        return self._exchange.tell_all(mine, joins_replicas=joins_replicas)
 
     def _from_last_stage(self, value: Any) -> Any:
         """A value of the last stage on all ranks of its pipeline."""

@@ -44,7 +44,7 @@ def test_orders_of_other_kinds_are_not_guessed():
 
 
 @pytest.mark.parametrize(
-    ("seen", "drop_last", "shares"),
+    ("seen", "drop_last", "by_replica"),
     [
         (0, False, [[9, 7, 5, 3], [8, 6, 4, 9]]),
         (0, True, [[9, 7, 5], [8, 6, 4]]),
@@ -54,7 +54,7 @@ def test_orders_of_other_kinds_are_not_guessed():
         (7, False, [[], []]),
     ],
 )
-def test_rest_is_dealt_like_the_whole(seen, drop_last, shares):
+def test_rest_is_dealt_like_the_whole(seen, drop_last, by_replica):
     order = [9, 8, 7, 6, 5, 4, 3]
     found = [rest_of(order, seen, replica=r, num_replicas=2, drop_last=drop_last) for r in range(2)]
-    assert found == shares
+    assert found == by_replica

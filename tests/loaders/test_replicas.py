@@ -10,16 +10,16 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sequenti
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_ptdp.comm.groups import Groups
-from lightning_ptdp.loaders.replicas import EvenLoader, ghosts, is_shared, leaves, prepare
+from lightning_ptdp.loaders.replicas import EvenLoader, ghosts, is_split, leaves, prepare
 from lightning_ptdp.loaders.sampler import UnrepeatedSampler
 from lightning_ptdp.topology import Coordinate, Topology
 from tests.spmd import run_spmd
 
 
-def prepared(loader, *, d=2, stage=RunningStage.VALIDATING, replica=1, shares=True):
+def prepared(loader, *, d=2, stage=RunningStage.VALIDATING, replica=1, splits_samples=True):
     alone = SimpleNamespace(size=lambda: 1)  # a group for what asks peers, where no peers are needed
     groups = SimpleNamespace(topology=Topology(data_parallel_size=d), at=Coordinate(0, replica, 0), data=alone)
-    return prepare(loader, groups, stage=stage, shares=shares, warn=pytest.fail)
+    return prepare(loader, groups, stage=stage, splits_samples=splits_samples, warn=pytest.fail)
 
 
 def ghost_of(loader):
@@ -68,7 +68,7 @@ def prepare_for_training(sizes, kind):
     groups, warned = Groups.create(Topology(data_parallel_size=2), "cpu"), []
     size = sizes[dist.get_rank()]
     loader = {"sampler": DataLoader(range(size)), "list": list(range(size)), "stream": DataLoader(Count(size))}[kind]
-    ready = prepare(loader, groups, stage=RunningStage.TRAINING, shares=False, warn=warned.append)
+    ready = prepare(loader, groups, stage=RunningStage.TRAINING, splits_samples=False, warn=warned.append)
     length = None if kind == "stream" else len(ready)
     found = ready is loader, length, len(list(ready)), warned
     groups.destroy()
@@ -128,21 +128,21 @@ def test_batch_sampler_of_the_user_repeats_no_sample_and_is_made_even():
 def test_prediction_shares_out_batches():
     drawn = _IndexBatchSamplerWrapper(BatchSampler(range(7), 2, False))
     loader = prepared(DataLoader(range(7), batch_sampler=drawn), stage=RunningStage.PREDICTING)
-    assert is_shared(loader)
+    assert is_split(loader)
     assert ([batch.tolist() for batch in loader], len(loader)) == ([[2, 3], [6]], 2)
     assert drawn.seen_batch_indices == [[2, 3], [6]]
     single = prepared(DataLoader(range(3), batch_size=None), stage=RunningStage.PREDICTING)
-    assert (is_shared(single), list(single), len(single)) == (True, [1], 2)
+    assert (is_split(single), list(single), len(single)) == (True, [1], 2)
 
 
 @pytest.mark.parametrize(
-    ("make", "shares"),
+    ("make", "splits_samples"),
     [(lambda: DataLoader(Count(3)), True), (distributed, True), (lambda: DataLoader(range(3)), False)],
 )
-def test_prediction_leaves_alone_what_it_may_not_split(make, shares):
+def test_prediction_leaves_alone_what_it_may_not_split(make, splits_samples):
     loader = make()
-    assert prepared(loader, stage=RunningStage.PREDICTING, shares=shares) is loader
-    assert not is_shared(loader)
+    assert prepared(loader, stage=RunningStage.PREDICTING, splits_samples=splits_samples) is loader
+    assert not is_split(loader)
 
 
 def test_leaves_take_a_list_of_plain_values_for_a_loader():
@@ -213,7 +213,7 @@ def lengths_of(loaders):
     groups = Groups.create(Topology(data_parallel_size=2), "cpu")
     mine = loaders[dist.get_rank()]
     stages = (RunningStage.TRAINING, RunningStage.VALIDATING)
-    even = [prepare(mine, groups, stage=stage, shares=False, warn=print) for stage in stages]
+    even = [prepare(mine, groups, stage=stage, splits_samples=False, warn=print) for stage in stages]
     groups.destroy()
     return [sized_len(loader) for loader in even]
 

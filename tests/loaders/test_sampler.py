@@ -4,7 +4,7 @@ import pytest
 from torch.utils.data import BatchSampler, DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
-from lightning_ptdp.loaders.sampler import BatchShare, UnrepeatedSampler, interleave
+from lightning_ptdp.loaders.sampler import BatchesOfReplica, UnrepeatedSampler, interleave
 
 GRID = list(product(range(1, 13), (1, 2, 3, 4), (1, 2, 3, 5)))
 
@@ -60,9 +60,9 @@ def test_without_a_batch_size_nothing_is_repeated():
 @pytest.mark.parametrize(("n", "d", "batch_size"), GRID)
 def test_shares_of_batches_interleave_to_the_whole(n, d, batch_size):
     whole = BatchSampler(range(n), batch_size, drop_last=False)
-    shares = [BatchShare(whole, replica=replica, num_replicas=d) for replica in range(d)]
-    assert interleave([list(share) for share in shares]) == list(whole)
-    assert {len(share) for share in shares} == {len(list(shares[0]))}
+    dealt = [BatchesOfReplica(whole, replica=replica, num_replicas=d) for replica in range(d)]
+    assert interleave([list(mine) for mine in dealt]) == list(whole)
+    assert {len(mine) for mine in dealt} == {len(list(dealt[0]))}
 
 
 def test_order_follows_the_epoch_of_the_sampler():

@@ -42,24 +42,24 @@ def test_step_in_which_nothing_counts_is_zero():
     assert (step.loss, step.factor) == (0.0, 0.0)
 
 
-def share(p, d, by_replica):
+def told(p, d, by_replica):
     """What each rank is told, where the last stage of replica r reports by_replica[r], step after step."""
     groups = Groups.create(Topology(1, p, d), "cpu")
     exchange, at = Exchange(groups), groups.at
-    found = [exchange.share(mine if at.pipeline == p - 1 else None) for mine in by_replica[at.data]]
+    found = [exchange.tell_all(mine if at.pipeline == p - 1 else None) for mine in by_replica[at.data]]
     groups.destroy()
     return found
 
 
 def test_every_rank_of_a_pipeline_learns_what_the_last_stage_knows():
     steps = [report(logged(1.0), weighted_loss=2.0), report(logged(3.0), logged(4.0, name="more"), scale=2.0), report()]
-    assert run_spmd(share, world_size=3, p=3, d=1, by_replica=[steps]) == [steps] * 3
+    assert run_spmd(told, world_size=3, p=3, d=1, by_replica=[steps]) == [steps] * 3
 
 
 def test_replicas_merge_all_but_their_scale():
     first = report(logged(1.0, 1.0, 2.0), weight=1.0, weighted_loss=1.0, scale=8.0, num_samples=2.0)
     second = report(logged(5.0, 3.0, 3.0), weight=3.0, weighted_loss=15.0, scale=2.0, num_samples=3.0)
-    results = run_spmd(share, world_size=4, p=2, d=2, by_replica=[[first], [second]])
+    results = run_spmd(told, world_size=4, p=2, d=2, by_replica=[[first], [second]])
     for rank, (found,) in enumerate(results):
         assert (found.weight, found.weighted_loss, found.num_samples) == (4.0, 16.0, 5.0)
         assert found.scale == (8.0, 2.0)[rank % 2]
@@ -68,25 +68,25 @@ def test_replicas_merge_all_but_their_scale():
 
 def test_values_that_are_not_synced_stay_the_replicas_own():
     by_replica = [[report(logged(1.0, is_synced=False))], [report(logged(5.0, is_synced=False))]]
-    values = [found.logged[0].value for (found,) in run_spmd(share, world_size=2, p=1, d=2, by_replica=by_replica)]
+    values = [found.logged[0].value for (found,) in run_spmd(told, world_size=2, p=1, d=2, by_replica=by_replica)]
     assert values == [1.0, 5.0]
 
 
 @pytest.mark.parametrize("p", [1, 2])
 def test_key_that_one_replica_alone_logged_is_known_to_all(p):
     by_replica = [[report(logged(1.0))], [report(logged(3.0), logged(7.0, name="rare"))]]
-    for (found,) in run_spmd(share, world_size=2 * p, p=p, d=2, by_replica=by_replica):
+    for (found,) in run_spmd(told, world_size=2 * p, p=p, d=2, by_replica=by_replica):
         assert {value.key.name: value.value for value in found.logged} == {"loss": 2.0, "rare": 7.0}
 
 
 def test_schemas_may_change_from_step_to_step():
     steps = [report(logged(float(i), name=f"step {i}")) for i in (0, 1, 0, 2)]
-    assert run_spmd(share, world_size=2, p=2, d=1, by_replica=[steps]) == [steps] * 2
+    assert run_spmd(told, world_size=2, p=2, d=1, by_replica=[steps]) == [steps] * 2
 
 
 def test_numbers_cross_in_full_precision():
     value = 0.1 + 2**-50
-    (found,), _ = run_spmd(share, world_size=2, p=2, d=1, by_replica=[[report(logged(value))]])
+    (found,), _ = run_spmd(told, world_size=2, p=2, d=1, by_replica=[[report(logged(value))]])
     assert found.logged[0].value == value
 
 
@@ -105,7 +105,7 @@ def test_tensor_peers_take_the_word_of_the_first():
 
 def share_apart():
     groups = Groups.create(Topology(2, 1, 1), "cpu")
-    found = Exchange(groups).share(report(logged(1.0 + groups.at.tensor)))
+    found = Exchange(groups).tell_all(report(logged(1.0 + groups.at.tensor)))
     groups.destroy()
     return found
 

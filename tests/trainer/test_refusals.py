@@ -69,7 +69,7 @@ def train_on_a_bare_machine(batches, folder):
         patch.dict(os.environ),
         patch.object(library, "load", lambda: bare),
         patch.object(status, "load", lambda: bare),
-        patch("lightning_ptdp.strategy.rank_zero_info") as said,
+        patch("lightning_ptdp.preflight.whole.rank_zero_info") as said,
     ):
         os.environ.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)
         part = train(GPT, batches, {}, {"pipeline_parallel_size": 2})

@@ -4,14 +4,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_ptdp.comm.shares import Shares
+from lightning_ptdp.comm.scatter_gather import ScatterGather
 from tests.spmd import spmd
 
 CPU = torch.device("cpu")
 
 
-def shares():
-    return Shares(dist.group.WORLD, dist.group.WORLD)
+def tensor_peers():
+    return ScatterGather(dist.group.WORLD, dist.group.WORLD)
 
 
 @spmd(world_size=2)
@@ -27,12 +27,12 @@ def test_only_the_same_bits_of_a_length_that_divides_are_alike():
         "a number": torch.tensor(1.0),
         "zeros of two signs": torch.tensor([0.0, -0.0 if rank else 0.0]),
     }
-    assert shares().alike(tuple(tensors.values())) == (True, True, True, False, False, False, False, False)
+    assert tensor_peers().alike(tuple(tensors.values())) == (True, True, True, False, False, False, False, False)
 
 
 @spmd(world_size=3)
 def test_parts_make_the_whole_again():
-    whole, peers = torch.arange(12.0).view(3, 4).t(), shares()
+    whole, peers = torch.arange(12.0).view(3, 4).t(), tensor_peers()
     part = peers.part(whole, "it")
     assert part.untyped_storage().nbytes() == 16
     assert peers.like_part((4, 3), torch.float32, CPU).shape == part.shape
@@ -45,7 +45,7 @@ def test_parts_make_the_whole_again():
 )
 @spmd(world_size=2)
 def test_check_tells_what_was_shared_out_and_differs(mine, is_off):
-    peers = shares()
+    peers = tensor_peers()
     for name, off in (("first", 0.0), ("second", mine if dist.get_rank() else 0.0)):
         peers.part(torch.ones(8) + off, name)
     if is_off:

@@ -24,7 +24,7 @@ from lightning_ptdp.comm.collectives import MAX, MIN, all_gather_dim, all_reduce
 _TOLERANCE = 1e-3  # of a tensor's norm, or 8 roundings of its dtype: kernels may round in another order on each peer
 
 
-class Shares:
+class ScatterGather:
     """Parts of what the peers of a tensor group hold alike."""
 
     def __init__(self, group: ProcessGroup, replica: ProcessGroup) -> None:

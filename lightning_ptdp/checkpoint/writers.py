@@ -13,7 +13,7 @@ from lightning_ptdp.comm.groups import Groups
 Name = TypeVar("Name", bound=Hashable)
 
 
-def share_out(
+def assign_writers(
     tensors: Mapping[Name, Placed], objects: Mapping[Name, Any], groups: Groups
 ) -> tuple[dict[Name, Placed], dict[Name, Any]]:
     """Choose what this rank writes of all that it holds; every rank of the world calls it.
