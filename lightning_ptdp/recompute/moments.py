@@ -46,7 +46,7 @@ def is_recomputing() -> bool:
     return getattr(_running, "depth", 0) > 0
 
 
-class First:
+class FirstForward:
     """Around a first forward."""
 
     def __init__(self, moments: Sequence[Moment]) -> None:
@@ -60,7 +60,7 @@ class First:
             moment.end()
 
 
-class Again:
+class SecondForward:
     """Around a second forward; a graph that is kept has several."""
 
     def __init__(self, moments: Sequence[Moment]) -> None:

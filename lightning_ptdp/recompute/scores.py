@@ -5,8 +5,8 @@
 
 `ScoreTape` watches the operations of a forward below autograd, where PyTorch's own functions are taken apart: from each
 batched product on it notes what is done with the result. When what came through a softmax enters another product, the
-operations in between are a *span*: tensors that autograd saved of it are let go, and computed again when backward asks
-for the first of them. Linear layers, collectives and modules are not among those operations.
+operations in between are a *stretch*: tensors that autograd saved of it are let go, and computed again when backward
+asks for the first of them. Linear layers, collectives and modules are not among those operations.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _PRODUCTS = (torch.ops.aten.bmm.default, torch.ops.aten.baddbmm.default)
 
 @dataclass(frozen=True, slots=True)
 class _View:
-    """A tensor by where it lies in a storage that a span computes."""
+    """A tensor by where it lies in a storage that a stretch computes."""
 
     storage: int
     dtype: torch.dtype
@@ -42,15 +42,15 @@ class _View:
     def of(cls, tensor: Tensor, storage: int) -> _View:
         return cls(storage, tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
-    def on(self, whole: Tensor) -> Tensor:
+    def on(self, base: Tensor) -> Tensor:
         """The same view of another tensor's storage."""
-        view = torch.empty(0, dtype=self.dtype, device=whole.device)
-        return view.set_(whole.untyped_storage(), self.offset, self.size, self.stride)
+        view = torch.empty(0, dtype=self.dtype, device=base.device)
+        return view.set_(base.untyped_storage(), self.offset, self.size, self.stride)
 
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """A tensor that a span starts from."""
+    """A tensor that a stretch starts from."""
 
     tensor: Tensor
     version: int
@@ -70,29 +70,29 @@ class _Kept:
         return self.tensor
 
 
-class _Saved:
+class _SavedTensor:
     """A tensor that autograd saved, or where to compute it again."""
 
-    __slots__ = ("__weakref__", "_span", "_tensor", "_version", "view")
+    __slots__ = ("__weakref__", "_stretch", "_tensor", "_version", "view")
 
     def __init__(self, tensor: Tensor, view: _View | None) -> None:
         self._tensor: Tensor | None = tensor
         self._version = version_of(tensor)
-        self._span: Span | None = None
+        self._stretch: Stretch | None = None
         self.view = view
 
-    def let_go(self, span: Span) -> None:
+    def let_go(self, stretch: Stretch) -> None:
         """Forget the tensor, unless it was edited since."""
         if self._tensor is not None and version_of(self._tensor) == self._version:
-            self._span, self._tensor = span, None
+            self._stretch, self._tensor = stretch, None
 
     def fill(self, tensor: Tensor) -> None:
         """Take the tensor that was computed again, until it is asked for."""
         self._tensor = tensor
 
-    def is_of(self, span: Span) -> bool:
-        """Whether the span is to compute it."""
-        return self._span is span
+    def is_of(self, stretch: Stretch) -> bool:
+        """Whether the stretch is to compute it."""
+        return self._stretch is stretch
 
     def take(self) -> Tensor:
         """The tensor, for autograd.
@@ -100,9 +100,9 @@ class _Saved:
         Raises:
             RuntimeError: it was edited in place since; autograd itself does not look where hooks are.
         """
-        if self._span is not None:
+        if self._stretch is not None:
             if self._tensor is None:
-                self._span.replay()
+                self._stretch.replay()
             tensor, self._tensor = self._tensor, None
             assert tensor is not None, "computed again"
             return tensor
@@ -116,18 +116,18 @@ class _Saved:
 
 
 @dataclass(eq=False)
-class _Operation:
+class _WatchedOperation:
     """One operation on what follows from a product. reads: storages, each with the operation that filled it last."""
 
     func: OpOverload
     arguments: list[Any]
     structure: pytree.TreeSpec
     states: list[tuple[torch.Generator, Tensor]]
-    reads: list[_Operation]
+    reads: list[_WatchedOperation]
     comes_from_softmax: bool
     results: list[tuple[int, int]] = field(default_factory=list)
-    saved: list[weakref.ref[_Saved]] = field(default_factory=list)
-    span: Span | None = None
+    saved: list[weakref.ref[_SavedTensor]] = field(default_factory=list)
+    stretch: Stretch | None = None
 
     def run(self, storages: dict[int, Tensor]) -> None:
         """Compute it on other storages, with the same draws."""
@@ -145,12 +145,13 @@ class _Operation:
         storages.update((storage, outputs[i]) for i, storage in self.results)
 
 
-class Span:
+class Stretch:
     """The operations behind what enters a product with values, in order."""
 
-    def __init__(self, operations: Sequence[_Operation]) -> None:
+    def __init__(self, operations: Sequence[_WatchedOperation]) -> None:
         self._operations = [
-            _Operation(o.func, o.arguments, o.structure, o.states, [], False, o.results, o.saved) for o in operations
+            _WatchedOperation(o.func, o.arguments, o.structure, o.states, [], False, o.results, o.saved)
+            for o in operations
         ]
 
     def replay(self) -> None:
@@ -168,31 +169,31 @@ class Span:
 
 
 class ScoreTape(TorchDispatchMode):
-    """Watches one forward. num_spans: how many were found."""
+    """Watches one forward. num_stretches: how many were found."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._generators = generators(device)
-        self._made: dict[int, _Operation] = {}
+        self._made: dict[int, _WatchedOperation] = {}
         self._pins: list[StorageWeakRef] = []
-        self._order: list[_Operation] = []
-        self.num_spans = 0
+        self._order: list[_WatchedOperation] = []
+        self.num_stretches = 0
 
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Within, operations are watched, and what autograd saves."""
-        with saved_tensors_hooks(self._pack, _Saved.take), self:
+        with saved_tensors_hooks(self._pack, _SavedTensor.take), self:
             yield
 
-    def _pack(self, tensor: Tensor) -> _Saved:
+    def _pack(self, tensor: Tensor) -> _SavedTensor:
         storage = _storage(tensor) if self._made else 0
         operation = self._made.get(storage)
         if operation is None:
-            return _Saved(tensor, None)
-        saved = _Saved(tensor, _View.of(tensor, storage))
+            return _SavedTensor(tensor, None)
+        saved = _SavedTensor(tensor, _View.of(tensor, storage))
         operation.saved.append(weakref.ref(saved))
-        if operation.span is not None:
-            saved.let_go(operation.span)
+        if operation.stretch is not None:
+            saved.let_go(operation.stretch)
         return saved
 
     def __torch_dispatch__(
@@ -221,7 +222,7 @@ class ScoreTape(TorchDispatchMode):
         ]
         states = self._states(func, leaves)
         comes = "softmax" in str(func) or func is torch.ops.aten.exp.default
-        operation = _Operation(
+        operation = _WatchedOperation(
             func,
             arguments,
             structure,
@@ -233,8 +234,8 @@ class ScoreTape(TorchDispatchMode):
         self._note(operation, output, given, _written(func, args, kwargs))
         return output
 
-    def _note(self, operation: _Operation, output: Any, given: set[int], written: Sequence[Tensor]) -> None:
-        """Take an operation down by the storages that it filled; one that edits anything else is in no span."""
+    def _note(self, operation: _WatchedOperation, output: Any, given: set[int], written: Sequence[Tensor]) -> None:
+        """Take an operation down by the storages that it filled; one that edits anything else is in no stretch."""
         edited = [_storage(tensor) for tensor in written]
         if any(storage not in self._made for storage in edited):
             return
@@ -250,24 +251,24 @@ class ScoreTape(TorchDispatchMode):
             self._made.update(dict.fromkeys(filled, operation))
             self._order.append(operation)
 
-    def _close(self, ends: Sequence[_Operation]) -> None:
+    def _close(self, ends: Sequence[_WatchedOperation]) -> None:
         """Let go of what was saved of the operations behind these."""
         needed, waiting = set(ends), list(ends)
         while waiting:
             new = [operation for operation in waiting.pop().reads if operation not in needed]
             needed.update(new)
             waiting += new
-        if all(operation.span is not None for operation in needed):
+        if all(operation.stretch is not None for operation in needed):
             return
-        span = Span([operation for operation in self._order if operation in needed])
-        self.num_spans += 1
+        stretch = Stretch([operation for operation in self._order if operation in needed])
+        self.num_stretches += 1
         for operation in needed:
-            if operation.span is None:
-                operation.span = span
+            if operation.stretch is None:
+                operation.stretch = stretch
                 for reference in operation.saved:
                     saved = reference()
                     if saved is not None:
-                        saved.let_go(span)
+                        saved.let_go(stretch)
 
     def _states(self, func: OpOverload, leaves: Sequence[Any]) -> list[tuple[torch.Generator, Tensor]]:
         """Where the generators stand that an operation draws from."""
@@ -318,22 +319,19 @@ def _drawing_from(states: Sequence[tuple[torch.Generator, Tensor]]) -> Iterator[
             generator.set_state(state)
 
 
-Forward = Callable[..., Any]
-
-
 @dataclass
 class Scores:
-    """Recomputes the attention scores of one module. num_spans: of its last forward with a graph; None before."""
+    """Recomputes the attention scores of one module. num_stretches: of its last forward with a graph; None before."""
 
     device: torch.device
-    num_spans: int | None = None
+    num_stretches: int | None = None
 
-    def __call__(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def __call__(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the forward, and let go of scores."""
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         tape = ScoreTape(self.device)
         with tape.watching():
             output = forward(*args, **kwargs)
-        self.num_spans = tape.num_spans
+        self.num_stretches = tape.num_stretches
         return output

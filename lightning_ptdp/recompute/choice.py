@@ -14,7 +14,7 @@ CORE_ATTENTION = "core_attention"
 
 
 @dataclass(frozen=True)
-class Plan:
+class Choice:
     """What recomputes.
 
     kind: "full" or "selective". stages: names of the blocks that do, of each stage in order. every: blocks of which
@@ -33,7 +33,7 @@ class Plan:
         return sum(map(len, self.stages))
 
 
-def plan(
+def choose(
     module: nn.Module,
     stages: Sequence[Sequence[str]],
     *,
@@ -41,8 +41,8 @@ def plan(
     every: int = 1,
     layers: int | Sequence[int] | None = None,
     patterns: Sequence[str] = (),
-) -> Plan:
-    """The plan for a module.
+) -> Choice:
+    """Choose what recomputes in a module.
 
     stages: names of the blocks of each stage. every, layers, patterns: `recompute_every`, `recompute_layers` and
     `recompute_modules`.
@@ -59,7 +59,7 @@ def plan(
         )
     chosen = tuple(tuple(blocks[:n]) for n, blocks in zip(counts, stages, strict=True))
     if kind == "full":
-        return Plan(kind, chosen, every)
+        return Choice(kind, chosen, every)
     names = {name: [p for p in patterns if matches(p, name)] for name in _inside(module, stages)}
     unmatched = set(patterns) - {pattern for found in names.values() for pattern in found}
     if unmatched:
@@ -70,7 +70,7 @@ def plan(
     recomputed = _inside(module, chosen)
     wanted = [name for name in recomputed if names[name] or (not patterns and _last(name) == CORE_ATTENTION)]
     outermost = [name for name in wanted if not any(name.startswith(f"{other}.") for other in wanted)]
-    return Plan(kind, chosen, modules=tuple(outermost))
+    return Choice(kind, chosen, modules=tuple(outermost))
 
 
 def _inside(module: nn.Module, stages: Sequence[Sequence[str]]) -> list[str]:

@@ -21,14 +21,12 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from lightning_ptdp.host.torch import pytree, version_of
-from lightning_ptdp.recompute.moments import Again, Beginning, First
-
-Forward = Callable[..., Any]
+from lightning_ptdp.recompute.moments import Beginning, FirstForward, SecondForward
 
 
 @dataclass(frozen=True)
 class _Returned:
-    """What a block of a group returned. outputs: its tensors. node: of the graph, saves them; see `_Saved`."""
+    """What a block of a group returned. outputs: its tensors. node: of the graph, saves them; see `_SavingNode`."""
 
     outputs: tuple[tuple[weakref.ref[Tensor], int], ...]
     node: Any
@@ -51,7 +49,7 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Whole:
+class Rerun:
     """Recomputes one module. beginnings: of what it starts from. group: of its block."""
 
     beginnings: Sequence[Beginning]
@@ -59,29 +57,31 @@ class Whole:
     is_first: bool = True
     is_last: bool = True
 
-    def __call__(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def __call__(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the forward, and again in backward."""
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         before = None if self.is_first else self.group.returned
         self.group.returned = None
-        call = _Call(forward, args, kwargs, before, hands_on=not self.is_last)
+        call = _RepeatedCall(forward, args, kwargs, before, hands_on=not self.is_last)
         moments = [begin() for begin in self.beginnings]
         output = checkpoint(
             call,
             *call.take_kept(),
             use_reentrant=False,
             preserve_rng_state=False,  # `moments` do, of all generators
-            context_fn=lambda: (First(moments), Again(moments)),
+            context_fn=lambda: (FirstForward(moments), SecondForward(moments)),
         )
         self.group.returned = call.returned.pop() if call.returned else None
         return output
 
 
-class _Call:
+class _RepeatedCall:
     """A forward with its arguments, which runs first on these, and then on what was kept of them."""
 
-    def __init__(self, forward: Forward, args: Any, kwargs: Any, before: _Returned | None, *, hands_on: bool) -> None:
+    def __init__(
+        self, forward: Callable[..., Any], args: Any, kwargs: Any, before: _Returned | None, *, hands_on: bool
+    ) -> None:
         self._forward, self._before, self._hands_on = forward, before, hands_on
         self._given = [(args, kwargs)]
         leaves, self._structure = pytree.tree_flatten((args, kwargs), is_leaf=_is_leaf)
@@ -103,7 +103,7 @@ class _Call:
         output = self._forward(*args, **kwargs)
         if self._hands_on:
             tensors = tuple(leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor))
-            node = _Saved.apply(*tensors).grad_fn  # type: ignore[no-untyped-call]
+            node = _SavingNode.apply(*tensors).grad_fn  # type: ignore[no-untyped-call]
             if is_first and node is not None:
                 self.returned.append(_Returned(tuple((weakref.ref(t), version_of(t)) for t in tensors), node))
         return output
@@ -113,13 +113,13 @@ class _Call:
         if any(source is not None for source in self._sources):
             assert self._before is not None, "the source of an input"
             values = self._before.values()
-            for place, source in enumerate(self._sources):
+            for i, source in enumerate(self._sources):
                 if source is not None:
-                    leaves[place] = values[source].detach().requires_grad_(self._needs_gradient[place])
+                    leaves[i] = values[source].detach().requires_grad_(self._needs_gradient[i])
         return pytree.tree_unflatten(leaves, self._structure)
 
 
-class _Saved(torch.autograd.Function):
+class _SavingNode(torch.autograd.Function):
     """A node beside the graph that saves tensors; what it returns is not used."""
 
     @staticmethod
