@@ -15,11 +15,14 @@ CORE_ATTENTION = "core_attention"
 
 @dataclass(frozen=True)
 class Choice:
-    """What recomputes.
+    """What recomputes, by names.
 
-    kind: "full" or "selective". stages: names of the blocks that do, of each stage in order. every: blocks of which
-    "full" keeps one input. modules: names of the modules that "selective" runs again; in blocks without any it follows
-    the scores.
+    Attributes:
+        kind: "full" runs blocks again, "selective" runs parts of them again.
+        stages: for each stage, the names of its blocks that recompute, in order.
+        every: "full" keeps one input for so many blocks in a row.
+        modules: names of the modules that "selective" runs again. In a block without any it computes attention scores
+            again (`scores`).
     """
 
     kind: str
@@ -29,7 +32,7 @@ class Choice:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks that recompute."""
+        """Number of blocks that recompute, in all stages."""
         return sum(map(len, self.stages))
 
 
@@ -44,8 +47,17 @@ def choose(
 ) -> Choice:
     """Choose what recomputes in a module.
 
-    stages: names of the blocks of each stage. every, layers, patterns: `recompute_every`, `recompute_layers` and
-    `recompute_modules`.
+    Args:
+        module: the whole one.
+        stages: for each stage, the names of its blocks.
+        kind: "full" or "selective", as `recompute` of the configuration.
+        every: `recompute_every`, blocks for which "full" keeps one input.
+        layers: `recompute_layers`, how many of a stage's first blocks recompute: of each stage, or one number for all.
+            None takes all blocks.
+        patterns: `recompute_modules`, dotted names with stars of what "selective" runs again.
+
+    Returns:
+        The choice. Of "selective" modules that lie in one another it has the outermost.
 
     Raises:
         ValueError: a stage has fewer blocks than it is to recompute, or a pattern matches no module in the blocks.
@@ -74,7 +86,7 @@ def choose(
 
 
 def _inside(module: nn.Module, stages: Sequence[Sequence[str]]) -> list[str]:
-    """Names of all modules below the blocks."""
+    """Full names of all modules below the blocks."""
     return [
         f"{block}.{name}"
         for blocks in stages

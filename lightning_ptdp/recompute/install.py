@@ -21,15 +21,21 @@ Wrapper = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
 
 class Recomputation:
-    """What `install` did to a module."""
+    """What `install` did to a module, and the way back."""
 
     def __init__(self, undos: Sequence[Callable[[], None]], scores: Sequence[Scores]) -> None:
+        """
+        Args:
+            undos: each takes a wrapper off again, in the order in which they were put on.
+            scores: the wrappers of the blocks in which "selective" looks for attention scores.
+        """
         self._undos, self._scores = undos, scores
 
     def remark(self) -> str | None:
-        """What a user should know after the first batch, once: that there was nothing to recompute; None if there was.
+        """Say what a user should know after the first batch: that "selective" found nothing to recompute.
 
-        Blocks that ran no forward yet say nothing.
+        Returns:
+            A sentence, once; None if something is recomputed, or if no block has run a forward with a graph yet.
         """
         ran = [each.num_stretches for each in self._scores if each.num_stretches is not None]
         if not ran:
@@ -55,8 +61,16 @@ def install(
 ) -> Recomputation:
     """Let the chosen modules of some stages recompute.
 
-    stages: of this rank. device: where it computes. beginnings: of what a forward starts from besides inputs, modules
-    and generators.
+    Args:
+        module: the user's, which holds the blocks of these stages.
+        choice: what recomputes.
+        stages: numbers of the stages of this rank.
+        device: where this rank computes.
+        beginnings: note what else a forward starts from, besides its inputs, the modules' state, the random generators,
+            and PyTorch's default dtype and function modes.
+
+    Returns:
+        What undoes it.
     """
     host = HostDraws()
     everywhere: list[Beginning] = [DefaultDtype, FunctionModes, lambda: Draws(device), host.begin, *beginnings]
@@ -86,12 +100,12 @@ def install(
 
 
 def _is_compiled(block: nn.Module) -> bool:
-    """Whether torch.compile runs a part of it, where no operation can be watched."""
+    """Whether torch.compile runs a part of the block, where no operation can be watched."""
     return any(is_compiled(child) for child in block.modules())
 
 
 def _wrap(module: nn.Module, wrapper: Wrapper) -> Callable[[], None]:
-    """Put a wrapper around a module's forward, below its hooks; returns what takes it off.
+    """Put a wrapper around a module's forward, inside its hooks; returns a function that takes it off.
 
     The class is swapped, so that a copy of the module runs a forward of its own. A module that is compiled in place has
     the wrapper around what was compiled, hooks included: within, it would break the graph.

@@ -30,7 +30,12 @@ _PRODUCTS = (torch.ops.aten.bmm.default, torch.ops.aten.baddbmm.default)
 
 @dataclass(frozen=True, slots=True)
 class _View:
-    """A tensor by where it lies in a storage that a stretch computes."""
+    """A tensor that lies in a storage which a watched operation filled, described without keeping it.
+
+    Attributes:
+        storage: identity of the storage in the first forward.
+        offset: in elements of the dtype, as the strides.
+    """
 
     storage: int
     dtype: torch.dtype
@@ -43,23 +48,26 @@ class _View:
         return cls(storage, tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
     def on(self, base: Tensor) -> Tensor:
-        """The same view of another tensor's storage."""
+        """The same view of the storage of another tensor."""
         view = torch.empty(0, dtype=self.dtype, device=base.device)
         return view.set_(base.untyped_storage(), self.offset, self.size, self.stride)
 
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """A tensor that a stretch starts from."""
+    """A tensor that a stretch starts from, such as queries, keys or a mask, which is kept.
+
+    version: its count of edits when it was read.
+    """
 
     tensor: Tensor
     version: int
 
     def value(self) -> Tensor:
-        """The tensor.
+        """Return the tensor.
 
         Raises:
-            RuntimeError: it was edited since.
+            RuntimeError: it was edited in place since it was read.
         """
         if _version(self.tensor) != self.version:
             raise RuntimeError(
@@ -71,7 +79,10 @@ class _Kept:
 
 
 class _SavedTensor:
-    """A tensor that autograd saved, or where to compute it again."""
+    """Stands for a tensor that autograd saved: holds it, or the stretch that computes it again.
+
+    view: where it lies among the storages of watched operations; None if it lies in none.
+    """
 
     __slots__ = ("__weakref__", "_stretch", "_tensor", "_version", "view")
 
@@ -82,7 +93,7 @@ class _SavedTensor:
         self.view = view
 
     def let_go(self, stretch: Stretch) -> None:
-        """Forget the tensor, unless it was edited since."""
+        """Forget the tensor, which the stretch computes again, unless it was edited since it was saved."""
         if self._tensor is not None and version_of(self._tensor) == self._version:
             self._stretch, self._tensor = stretch, None
 
@@ -91,14 +102,15 @@ class _SavedTensor:
         self._tensor = tensor
 
     def is_of(self, stretch: Stretch) -> bool:
-        """Whether the stretch is to compute it."""
+        """Whether this stretch computes it again."""
         return self._stretch is stretch
 
     def take(self) -> Tensor:
-        """The tensor, for autograd.
+        """Return the tensor to autograd; if it was let go, all of its stretch is computed.
 
         Raises:
-            RuntimeError: it was edited in place since; autograd itself does not look where hooks are.
+            RuntimeError: it was kept, and edited in place since. Autograd itself does not check tensors that hooks
+                return.
         """
         if self._stretch is not None:
             if self._tensor is None:
@@ -117,7 +129,19 @@ class _SavedTensor:
 
 @dataclass(eq=False)
 class _WatchedOperation:
-    """One operation on what follows from a product. reads: storages, each with the operation that filled it last."""
+    """A batched product, or an operation on what follows from one.
+
+    Attributes:
+        func: the operation.
+        arguments: its arguments as a flat list, with a `_View` or a `_Kept` in the place of each tensor.
+        structure: puts them together again.
+        states: the generators that it draws from, and where they stood.
+        reads: the watched operations that filled, last, what it reads; none for a product, at which stretches begin.
+        comes_from_softmax: whether it is a softmax or follows from one.
+        results: the tensors that it made, each by its number among the outputs and the identity of its storage.
+        saved: what autograd saved of the storages that it filled.
+        stretch: the one that computes it again, if any.
+    """
 
     func: OpOverload
     arguments: list[Any]
@@ -130,7 +154,11 @@ class _WatchedOperation:
     stretch: Stretch | None = None
 
     def run(self, storages: dict[int, Tensor]) -> None:
-        """Compute it on other storages, with the same draws."""
+        """Run it again with the same draws, and add its results.
+
+        Args:
+            storages: tensors computed again so far, by the identity of their storage in the first forward.
+        """
         leaves = [
             leaf.on(storages[leaf.storage])
             if isinstance(leaf, _View)
@@ -146,16 +174,17 @@ class _WatchedOperation:
 
 
 class Stretch:
-    """The operations behind what enters a product with values, in order."""
+    """The operations between two products: from that of queries and keys to what enters that with the values."""
 
     def __init__(self, operations: Sequence[_WatchedOperation]) -> None:
+        """operations: in the order in which they ran. Of each a copy is held, which keeps no other one alive."""
         self._operations = [
             _WatchedOperation(o.func, o.arguments, o.structure, o.states, [], False, o.results, o.saved)
             for o in operations
         ]
 
     def replay(self) -> None:
-        """Compute all that was let go and that backward has not dropped."""
+        """Run all operations again, and fill the tensors that were let go, if autograd still holds them."""
         storages: dict[int, Tensor] = {}
         kept = next(leaf for o in self._operations for leaf in o.arguments if isinstance(leaf, _Kept))
         with torch.no_grad(), torch.autocast(kept.tensor.device.type, enabled=False):
@@ -169,7 +198,10 @@ class Stretch:
 
 
 class ScoreTape(TorchDispatchMode):
-    """Watches one forward. num_stretches: how many were found."""
+    """Watches the operations of one forward, and lets go of what is saved of attention scores.
+
+    num_stretches: how many were found.
+    """
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -181,11 +213,12 @@ class ScoreTape(TorchDispatchMode):
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Within, operations are watched, and what autograd saves."""
+        """Watch, within the context, operations and what autograd saves."""
         with saved_tensors_hooks(self._pack, _SavedTensor.take), self:
             yield
 
     def _pack(self, tensor: Tensor) -> _SavedTensor:
+        """Take a tensor that autograd saves: from a stretch that is known already it is not kept."""
         storage = _storage(tensor) if self._made else 0
         operation = self._made.get(storage)
         if operation is None:
@@ -235,7 +268,16 @@ class ScoreTape(TorchDispatchMode):
         return output
 
     def _note(self, operation: _WatchedOperation, output: Any, given: set[int], written: Sequence[Tensor]) -> None:
-        """Take an operation down by the storages that it filled; one that edits anything else is in no stretch."""
+        """Note an operation that has run by the storages that it filled.
+
+        One that edits a storage which no watched operation filled is not noted, and so in no stretch.
+
+        Args:
+            operation: what ran.
+            output: what it returned.
+            given: identities of the storages of its arguments.
+            written: the arguments that it edited.
+        """
         edited = [_storage(tensor) for tensor in written]
         if any(storage not in self._made for storage in edited):
             return
@@ -252,7 +294,7 @@ class ScoreTape(TorchDispatchMode):
             self._order.append(operation)
 
     def _close(self, ends: Sequence[_WatchedOperation]) -> None:
-        """Let go of what was saved of the operations behind these."""
+        """Make a stretch of these operations and all that they follow from, and let go of what is saved of it."""
         needed, waiting = set(ends), list(ends)
         while waiting:
             new = [operation for operation in waiting.pop().reads if operation not in needed]
@@ -271,7 +313,7 @@ class ScoreTape(TorchDispatchMode):
                         saved.let_go(stretch)
 
     def _states(self, func: OpOverload, leaves: Sequence[Any]) -> list[tuple[torch.Generator, Tensor]]:
-        """Where the generators stand that an operation draws from."""
+        """The generators that an operation draws from, and where they stand; none if it draws nothing."""
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return []
         given = [leaf for leaf in leaves if isinstance(leaf, torch.Generator)]
@@ -288,11 +330,12 @@ def _tensors(args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[Tensor]:
 
 
 def _version(tensor: Tensor) -> int:
-    """How often it was edited; tensors of inference do not count."""
+    """How often a tensor was edited in place; 0 for inference tensors, which keep no count."""
     return 0 if tensor.is_inference() else version_of(tensor)
 
 
 def _storage(tensor: Tensor) -> int:
+    """The identity of a tensor's storage."""
     number: int = StorageWeakRef(tensor.untyped_storage()).cdata
     return number
 
@@ -321,13 +364,18 @@ def _drawing_from(states: Sequence[tuple[torch.Generator, Tensor]]) -> Iterator[
 
 @dataclass
 class Scores:
-    """Recomputes the attention scores of one module. num_stretches: of its last forward with a graph; None before."""
+    """Wraps the forward of one block, whose attention scores are then computed again in backward.
+
+    Attributes:
+        device: where the block computes.
+        num_stretches: how many were found in its last forward with a graph; None before the first.
+    """
 
     device: torch.device
     num_stretches: int | None = None
 
     def __call__(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the forward, and let go of scores."""
+        """Run the forward, and let go of its attention scores; without a graph, just run it."""
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         tape = ScoreTape(self.device)
