@@ -61,15 +61,15 @@ def _copies(split: SplitRun, name: str) -> Iterator[tuple[tuple[int, int, int], 
         if name in part.gradients:
             held.setdefault((part.at.pipeline, part.at.data), {})[part.at.tensor] = part.gradients[name]
     shard = split.layout.placement.shards.get(name)
-    for place, by_peer in held.items():
+    for at, by_peer in held.items():
         tensors = [by_peer[peer] for peer in sorted(by_peer)]
         if shard is None:
             for peer, tensor in enumerate(tensors):
-                yield (*place, peer), torch.zeros(()) if tensor is None else tensor
+                yield (*at, peer), torch.zeros(()) if tensor is None else tensor
         elif all(tensor is None for tensor in tensors):
-            yield (*place, 0), torch.zeros(())
+            yield (*at, 0), torch.zeros(())
         else:
-            yield (*place, 0), shard.join(_with_zeros(tensors, shard))
+            yield (*at, 0), shard.join(_with_zeros(tensors, shard))
 
 
 def _with_zeros(tensors: list[Tensor | None], shard: Shard) -> list[Tensor]:

@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_ptdp.kernels import bias_dropout_add
 
-# Where each operation has its probability: the place among the arguments, and the name.
+# Where each operation has its probability: the index among its arguments, and the name.
 _PROBABILITIES: dict[Callable[..., Any], tuple[int, str]] = {
     F.dropout: (1, "p"),
     F.dropout1d: (1, "p"),
@@ -41,11 +41,11 @@ class NoDropout(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         if func in _PROBABILITIES:
-            place, name = _PROBABILITIES[func]
-            given = args[place] if len(args) > place else kwargs.get(name, 0.0)
+            index, name = _PROBABILITIES[func]
+            given = args[index] if len(args) > index else kwargs.get(name, 0.0)
             self.has_dropped |= bool(given)
-            if len(args) > place:
-                args = (*args[:place], 0.0, *args[place + 1 :])
+            if len(args) > index:
+                args = (*args[:index], 0.0, *args[index + 1 :])
             else:
                 kwargs[name] = 0.0
         return func(*args, **kwargs)

@@ -15,7 +15,7 @@ from torch import Tensor
 from lightning_ptdp.callbacks.loop_progress import LoopProgress
 from lightning_ptdp.check.copies import CPU, Original
 from lightning_ptdp.check.dropout import NoDropout
-from lightning_ptdp.check.trace import Trace, are_same_states, generator_states
+from lightning_ptdp.check.trace import CallTrace, are_same_states, generator_states
 from lightning_ptdp.comm.groups import Groups
 from lightning_ptdp.comm.in_process import InProcessWorld
 from lightning_ptdp.config import ParallelConfig
@@ -41,21 +41,21 @@ class WholeRun:
 
     loss: float
     gradients: Gradients
-    trace: Trace
+    trace: CallTrace
     has_drawn: bool
     has_dropout: bool
     num_rows: int
 
 
 @dataclass(frozen=True)
-class Part:
+class RankRun:
     """What one rank has after a split step. gradients: of its shards, and of what it holds whole."""
 
     at: Coordinate
     loss: float
     gradients: Gradients
     num_microbatches: int
-    trace: Trace
+    trace: CallTrace
 
 
 @dataclass(frozen=True)
@@ -66,17 +66,17 @@ class SplitRun:
     """
 
     layout: Layout
-    parts: tuple[Part, ...] = ()
+    parts: tuple[RankRun, ...] = ()
     error: Exception | None = None
     running: str = ""
-    traces: Mapping[int, Trace] = field(default_factory=dict)
+    traces: Mapping[int, CallTrace] = field(default_factory=dict)
 
 
 def run_whole(original: Original, *, seed: int, traces_outputs: bool = False) -> WholeRun:
     """Run the user's step on the whole batch, and its backward."""
     with original.as_default_dtype(), torch.random.fork_rng(devices=()), torch.enable_grad():
         module, batch = original.make_module(), original.make_batch()
-        trace = Trace()
+        trace = CallTrace()
         trace.attach(module, draws=True, outputs=traces_outputs)
         torch.manual_seed(seed)
         before = generator_states()
@@ -99,9 +99,9 @@ def run_split(
     """Run the user's step as the ranks of a layout run it, each a thread of this process."""
     with original.as_default_dtype():
         batches = replica_batches(original.make_batch(), layout.topology.data_parallel_size)
-        traces = {rank: Trace() for rank in range(layout.topology.world_size)}
+        traces = {rank: CallTrace() for rank in range(layout.topology.world_size)}
 
-        def body(groups: Groups) -> Part:
+        def body(groups: Groups) -> RankRun:
             trace = traces[groups.rank]
             module = original.make_module()
             trace.attach(module, outputs=traces_outputs)
@@ -122,9 +122,9 @@ def _run_rank(
     config: ParallelConfig,
     layout: Layout,
     groups: Groups,
-    trace: Trace,
+    trace: CallTrace,
     seed: int,
-) -> Part:
+) -> RankRun:
     engine = assemble(module, layout, config, groups, CPU, seed=seed, checks_agreement=False)
     engine.join_statistics(module, all_batch_norms=False)
     engine.gradients.bind(list(dict.fromkeys(p for p in module.parameters() if p.requires_grad)))
@@ -140,7 +140,7 @@ def _run_rank(
         engine.close()
     if result is None:
         raise ValueError("training_step returned None, which skips the batch; a check needs a loss")
-    return Part(
+    return RankRun(
         at=groups.at,
         loss=float(result["loss"]),
         gradients=gradients,
@@ -155,7 +155,7 @@ class _Plain:
     loss_dtype = torch.float64
     scale = 1.0
 
-    def __init__(self, trace: Trace) -> None:
+    def __init__(self, trace: CallTrace) -> None:
         self._trace = trace
         self.num_steps = 0
 

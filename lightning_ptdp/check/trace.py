@@ -38,7 +38,7 @@ class Output:
 
 
 @dataclass
-class Trace:
+class CallTrace:
     """The calls of a module's parts, by full name.
 
     running: names of the modules whose forward has begun and not ended, the innermost last.
