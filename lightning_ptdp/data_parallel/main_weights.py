@@ -2,11 +2,11 @@
 
     float32 weights                     the parameters themselves
     16-bit weights                      a float32 copy of each: its main weight
-    sharded over the replicas (ZeRO-1)  of each, the run of its flattened (main) weight that this replica steps
+    sharded over the replicas (ZeRO-1)  of each, the piece of its flattened (main) weight that this replica steps
 
-Sharded weights lie in one flat tensor, in the places of their gradients (`buckets`). A replica owns an equal slice of
-it, which cuts parameters where it falls; parameters outside the slice have an empty run, so that an optimizer's groups
-list the same members on every replica.
+Sharded weights lie in one flat tensor, in the order of their gradients (`buckets`). A replica owns an equal slice of
+it, which cuts parameters where it falls; parameters outside the slice have an empty piece, so that an optimizer's
+groups list the same members on every replica.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from lightning_ptdp.host.torch import version_of
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
-    """A run of a flattened parameter."""
+class Piece:
+    """A part of a flattened parameter, in elements."""
 
     start: int
     length: int
@@ -35,11 +35,11 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Main:
-    """A parameter of the module, and what the optimizer steps for it. run: that this replica steps; None for all."""
+    """A parameter of the module, and what the optimizer steps for it. piece: that this replica steps; None for all."""
 
     parameter: nn.Parameter
     weight: nn.Parameter
-    run: Run | None = None
+    piece: Piece | None = None
 
 
 class MainWeights:
@@ -58,7 +58,7 @@ class MainWeights:
     def extend(self, parameters: Sequence[nn.Parameter]) -> None:
         """Take in parameters that were added to the buffers."""
         replicas, added = self._replicas, [p for p in parameters if p not in self._of]
-        for main in self._sharded(added, replicas) if replicas is not None else map(_whole, added):
+        for main in self._sharded(added, replicas) if replicas is not None else map(_unsharded, added):
             self._of[main.parameter] = main
             self._parameter_of[main.weight] = main.parameter
         self._note_versions()
@@ -67,9 +67,9 @@ class MainWeights:
         """What an optimizer steps for a parameter of the module; itself where nothing does."""
         return self._of[parameter].weight if parameter in self._of else parameter
 
-    def run_of(self, parameter: nn.Parameter) -> Run | None:
-        """The run of a parameter of the module that is stepped here; None for all of it."""
-        return self._of[parameter].run if parameter in self._of else None
+    def piece_of(self, parameter: nn.Parameter) -> Piece | None:
+        """The piece of a parameter of the module that is stepped here; None for all of it."""
+        return self._of[parameter].piece if parameter in self._of else None
 
     def parameter_of(self, weight: nn.Parameter) -> nn.Parameter:
         """The module's parameter behind one that an optimizer holds; itself where it has no main weight yet."""
@@ -92,9 +92,9 @@ class MainWeights:
         """Hand the reduced gradients to what the optimizer steps, as ``.grad``; None where there is none."""
         for main in self:
             gradient = self._buffers.gradient(main.parameter) if main.parameter in self._buffers else None
-            if gradient is not None and main.run is not None:
-                run = main.run
-                gradient = gradient.reshape(-1)[run.start : run.start + run.length] if run.length else None
+            if gradient is not None and main.piece is not None:
+                piece = main.piece
+                gradient = gradient.reshape(-1)[piece.start : piece.start + piece.length] if piece.length else None
             main.weight.grad = gradient
 
     @torch.no_grad()
@@ -145,10 +145,10 @@ class MainWeights:
                 held = mine if main is None else main
                 values = held[offset + start - low : offset + stop - low] if stop > start else held[:0]
                 weight = nn.Parameter(values, requires_grad=parameter.requires_grad)
-                yield Main(parameter, weight, Run(start, stop - start))
+                yield Main(parameter, weight, Piece(start, stop - start))
 
 
-def _whole(parameter: nn.Parameter) -> Main:
+def _unsharded(parameter: nn.Parameter) -> Main:
     dtype = torch.promote_types(parameter.dtype, torch.float32)
     if dtype == parameter.dtype:
         return Main(parameter, parameter)
@@ -159,8 +159,8 @@ def _taken(value: Any, main: Main) -> Any:
     """An optimizer's value for a parameter, for its main weight."""
     if not isinstance(value, Tensor) or value.shape != main.parameter.shape:
         return value
-    run = main.run
-    part = value if run is None else value.reshape(-1)[run.start : run.start + run.length].clone()
+    piece = main.piece
+    part = value if piece is None else value.reshape(-1)[piece.start : piece.start + piece.length].clone()
     return part.to(main.weight.dtype)
 
 
@@ -168,7 +168,7 @@ def _laid_out(parameters: Sequence[nn.Parameter], offsets: Sequence[int], length
     """One flat tensor that the parameters are views of from now on."""
     flat = torch.zeros(length, dtype=parameters[0].dtype, device=parameters[0].device)
     for parameter, offset in zip(parameters, offsets, strict=True):
-        place = flat[offset : offset + parameter.numel()].view(parameter.shape)
-        place.copy_(parameter.detach())
-        parameter.data = place
+        view = flat[offset : offset + parameter.numel()].view(parameter.shape)
+        view.copy_(parameter.detach())
+        parameter.data = view
     return flat
