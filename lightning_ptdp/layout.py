@@ -22,7 +22,7 @@ from lightning_ptdp.tensor_parallel.plan import check_plan, find_plan, suggestio
 from lightning_ptdp.topology import Topology
 
 STATE_BYTES = 16  # a parameter: float32 weight and gradient, two moments of Adam
-STATE_SHARE = 0.6  # of a device's memory; the rest is for activations
+STATE_FRACTION = 0.6  # of a device's memory; the rest is for activations
 
 _ATTRIBUTE = "_ptdp_layout"
 
@@ -235,7 +235,7 @@ def choose_model_parallel(
     pairs = [(t, p) for t in tensor for p in pipeline if world_size % (t * p) == 0]
     if not pairs:
         return tensor[0], pipeline[0]
-    room = device_bytes * STATE_SHARE
+    room = device_bytes * STATE_FRACTION
     fitting = [pair for pair in pairs if parameters * STATE_BYTES / (pair[0] * pair[1]) <= room]
     if fitting:
         return min(fitting, key=lambda pair: (pair[0] * pair[1], -pair[0]))

@@ -179,29 +179,27 @@ class GradientBuffers:
 
     def sum_over(self, parameters: Sequence[nn.Parameter], group: ProcessGroup) -> None:
         """Sum the gradients of some parameters over a group whose ranks hold them whole, in one all-reduce."""
-        places = [self._place(parameter) for parameter in parameters if parameter in self]
-        if not places or group.size() == 1:
+        found = [self._find(parameter) for parameter in parameters if parameter in self]
+        if not found or group.size() == 1:
             return
-        flat = torch.cat([buffer.views[i].reshape(-1) for buffer, i in places])
+        flat = torch.cat([buffer.views[i].reshape(-1) for buffer, i in found])
         all_reduce_(flat, group)
-        for (buffer, i), part in zip(
-            places, flat.split([buffer.views[i].numel() for buffer, i in places]), strict=True
-        ):
+        for (buffer, i), part in zip(found, flat.split([buffer.views[i].numel() for buffer, i in found]), strict=True):
             buffer.views[i].copy_(part.view(buffer.views[i].shape))
 
     def gradient(self, parameter: nn.Parameter) -> Tensor | None:
         """The summed gradient of a parameter, in the buffer's dtype; None where no replica gave it any."""
-        buffer, i = self._place(parameter)
+        buffer, i = self._find(parameter)
         return buffer.views[i] if buffer.touched[i] else None
 
     def view(self, parameter: nn.Parameter) -> Tensor:
         """The place of a parameter's summed gradient, zero where it has none."""
-        buffer, i = self._place(parameter)
+        buffer, i = self._find(parameter)
         return buffer.views[i]
 
     def mark(self, parameter: nn.Parameter, touched: bool) -> None:
         """Say whether a parameter has a gradient, after it was summed with that of other stages."""
-        buffer, i = self._place(parameter)
+        buffer, i = self._find(parameter)
         buffer.touched[i] = touched
 
     def release(self) -> None:
@@ -222,7 +220,7 @@ class GradientBuffers:
     def _like(self, buffers: Sequence[_Buffer]) -> tuple[_Buffer, ...]:
         return tuple(_Buffer(buffer.parameters, self._replicas) for buffer in buffers)
 
-    def _place(self, parameter: nn.Parameter) -> tuple[_Buffer, int]:
+    def _find(self, parameter: nn.Parameter) -> tuple[_Buffer, int]:
         fresh, i = self._where[parameter]
         return self._summed[self._fresh.index(fresh)], i
 

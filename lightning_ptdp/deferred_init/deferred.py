@@ -70,11 +70,11 @@ class DeferredInit:
                 "values; build them in configure_model, without a device"
             )
         earlier = {id(tensor) for tensor in self._earlier}
-        whole = {name: t for name, t in tensors.items() if not t.is_meta and id(t) not in earlier}
-        size = sum(tensor.untyped_storage().nbytes() for tensor in whole.values())
+        held = {name: t for name, t in tensors.items() if not t.is_meta and id(t) not in earlier}
+        size = sum(tensor.untyped_storage().nbytes() for tensor in held.values())
         if size > LIMIT_BYTES:
             faults.append(
-                f"configure_model gave {_listed(list(whole))} values that no operation of torch made (loaded weights, "
+                f"configure_model gave {_listed(list(held))} values that no operation of torch made (loaded weights, "
                 f"numpy arrays), {size >> 20} MiB that every rank holds whole, and init='by_operation' allows "
                 f"{LIMIT_BYTES >> 20} MiB; load weights by fit(ckpt_path=...), which reads what a rank owns, or use "
                 "init='plain'"

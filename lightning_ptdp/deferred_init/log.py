@@ -145,7 +145,7 @@ class Log:
     def __init__(self) -> None:
         self._operations: list[Operation] = []
         self._storages: dict[StorageWeakRef, _Entry] = {}
-        self._writers: dict[StorageWeakRef, list[int]] = {}  # places of operations, ascending
+        self._writers: dict[StorageWeakRef, list[int]] = {}  # indices of operations, ascending
         self._hash = hashlib.blake2b(digest_size=8)
 
     @property
@@ -172,10 +172,10 @@ class Log:
 
     def add(self, operation: Operation) -> None:
         """Enter an operation on storages that are known."""
-        place = len(self._operations)
+        index = len(self._operations)
         self._operations.append(operation)
         for key in operation.writes:
-            self._writers.setdefault(key, []).append(place)
+            self._writers.setdefault(key, []).append(index)
         leaves = pytree.tree_leaves((operation.args, operation.kwargs))
         self._hash.update(f"{operation.name}{[self._in_words(leaf) for leaf in leaves]}".encode())
 
@@ -183,8 +183,8 @@ class Log:
         """The values of a region, in a storage as large as the region's and of its own."""
         memory = _Memory(self)
         with torch.no_grad():
-            for place in self._history(region.storage):
-                memory.run(self._operations[place])
+            for index in self._history(region.storage):
+                memory.run(self._operations[index])
             return region.on(memory.storage(region.storage))
 
     def num_bytes(self, key: StorageWeakRef) -> int:
@@ -199,7 +199,7 @@ class Log:
         return torch.zeros(entry.num_bytes, dtype=torch.uint8).untyped_storage()
 
     def _history(self, key: StorageWeakRef) -> list[int]:
-        """The places of the operations that a storage's values depend on, ascending."""
+        """The indices of the operations that a storage's values depend on, ascending."""
         needed: set[int] = set()
         ends = [(key, len(self._operations))]
         while ends:

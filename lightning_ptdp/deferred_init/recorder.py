@@ -103,7 +103,7 @@ class Recorder(TorchDispatchMode):
             if not self._log.knows(tensor):
                 self._log.allocate(tensor)
             key, region = frozenset({_key(tensor)}), Region.of(tensor)
-            reads = frozenset[StorageWeakRef]() if _is_whole(tensor) else key
+            reads = frozenset[StorageWeakRef]() if _fills_storage(tensor) else key
             self._log.add(Operation(function, (region, *args), kwargs, setting, reads, key, (None,)))
         return tensor
 
@@ -141,7 +141,7 @@ class Recorder(TorchDispatchMode):
         new = [leaf if leaf is not None and _key(leaf) not in here else None for leaf in outputs]
         if not written and not any(leaf is not None for leaf in new):
             return returned  # a view
-        replaced = {_key(t) for t in written if _name(func) in _OVERWRITING and _is_whole(t)}
+        replaced = {_key(t) for t in written if _name(func) in _OVERWRITING and _fills_storage(t)}
         reads = {_key(tensor) for tensor in _without(inputs, written)} | {_key(tensor) for tensor in written} - replaced
         for tensor in inputs:
             if _key(tensor) in reads:
@@ -196,7 +196,7 @@ def _without(tensors: list[Tensor], others: list[Tensor]) -> list[Tensor]:
     return left
 
 
-def _is_whole(tensor: Tensor) -> bool:
+def _fills_storage(tensor: Tensor) -> bool:
     """Whether a tensor covers its storage."""
     return tensor.is_contiguous() and tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
 

@@ -152,8 +152,8 @@ def _unknown(name: str, verdict: Verdict, sizes: str) -> str:
     )
 
 
-def _percent(share: float) -> str:
-    return "off by all" if math.isinf(share) else f"off by {share:.0%}"
+def _percent(fraction: float) -> str:
+    return "off by all" if math.isinf(fraction) else f"off by {fraction:.0%}"
 
 
 def _listed(things: Sequence[object]) -> str:
