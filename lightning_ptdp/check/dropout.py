@@ -1,4 +1,4 @@
-"""Turns dropout off: a whole module and its parts draw different masks, and no comparison would hold."""
+"""Turns dropout off: ranks draw other masks than one process does, so that no comparison would hold."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ _PROBABILITIES: dict[Callable[..., Any], tuple[int, str]] = {
 
 
 class NoDropout(TorchFunctionMode):
-    """While active, operations of the calling thread drop nothing; modules stay in training mode.
+    """A context within which operations of the calling thread drop nothing; modules stay in training mode.
 
-    has_dropped: whether something would have been dropped.
+    has_dropped: whether an operation was called that would have dropped something.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""One training step, whole in plain PyTorch and split as the strategy splits it: loss and gradients of both."""
+"""Runs one training step in plain PyTorch, and as the ranks of a layout run it: loss and gradients of both."""
 
 from __future__ import annotations
 
@@ -28,15 +28,20 @@ from lightning_ptdp.steps.steps import Steps
 from lightning_ptdp.topology import Coordinate
 
 Gradients = Mapping[str, Tensor | None]
-"""By the plain module's names; None where a parameter got no gradient."""
+"""Gradients by the plain module's names; None for a parameter that got none."""
 
 
 @dataclass(frozen=True)
 class WholeRun:
-    """A step in plain PyTorch.
+    """A step of the whole module in plain PyTorch.
 
-    has_drawn: whether the step drew random numbers, dropout off. has_dropout: whether there was some to turn off.
-    num_rows: of the batch.
+    Attributes:
+        loss: of the batch.
+        gradients: of all parameters that are trained.
+        trace: which modules drew random numbers, and what they returned if that was asked for.
+        has_drawn: whether the step drew random numbers although dropout was off.
+        has_dropout: whether there was dropout to turn off.
+        num_rows: rows of the batch.
     """
 
     loss: float
@@ -49,7 +54,15 @@ class WholeRun:
 
 @dataclass(frozen=True)
 class RankRun:
-    """What one rank has after a split step. gradients: of its shards, and of what it holds whole."""
+    """What one rank has after a split step.
+
+    Attributes:
+        at: where the rank stands.
+        loss: of the global batch, which all ranks know.
+        gradients: of its shards, and of what it holds whole.
+        num_microbatches: how many its replica ran.
+        trace: what its modules returned, if that was asked for.
+    """
 
     at: Coordinate
     loss: float
@@ -60,9 +73,14 @@ class RankRun:
 
 @dataclass(frozen=True)
 class SplitRun:
-    """A step under a layout: each rank's part, or, where it failed, none and the error.
+    """A step under a layout.
 
-    running: of the rank that failed, the innermost module that ran.
+    Attributes:
+        layout: how the module was split.
+        parts: the runs of all ranks, in their order; none if a rank failed.
+        error: what the first rank that failed raised.
+        running: name of the innermost module that ran on it then, "" if none did.
+        traces: by global rank, also if a rank failed.
     """
 
     layout: Layout
@@ -73,7 +91,13 @@ class SplitRun:
 
 
 def run_whole(original: Original, *, seed: int, traces_outputs: bool = False) -> WholeRun:
-    """Run the user's step on the whole batch, and its backward."""
+    """Run the user's step on the whole batch, and its backward, in plain PyTorch without dropout.
+
+    Args:
+        original: copied for the run.
+        seed: of the random numbers that the step draws.
+        traces_outputs: whether to note what each module returns.
+    """
     with original.as_default_dtype(), torch.random.fork_rng(devices=()), torch.enable_grad():
         module, batch = original.make_module(), original.make_batch()
         trace = CallTrace()
@@ -96,7 +120,15 @@ def run_whole(original: Original, *, seed: int, traces_outputs: bool = False) ->
 def run_split(
     original: Original, config: ParallelConfig, layout: Layout, *, seed: int, traces_outputs: bool = False
 ) -> SplitRun:
-    """Run the user's step as the ranks of a layout run it, each a thread of this process."""
+    """Run the user's step as the ranks of a layout run it, each a thread of this process, without dropout.
+
+    Args:
+        original: copied for each rank.
+        config: the strategy's arguments.
+        layout: how the module is split.
+        seed: of the random streams.
+        traces_outputs: whether to note what each module returns on each rank.
+    """
     with original.as_default_dtype():
         batches = replica_batches(original.make_batch(), layout.topology.data_parallel_size)
         traces = {rank: CallTrace() for rank in range(layout.topology.world_size)}
@@ -150,7 +182,7 @@ def _run_rank(
 
 
 class _Plain:
-    """The precision of a check: none besides the module's own. It counts the runs of the user's step."""
+    """Stands for the precision plugin in a check, and changes no dtype. num_steps counts runs of the user's step."""
 
     loss_dtype = torch.float64
     scale = 1.0
@@ -161,7 +193,7 @@ class _Plain:
 
     @contextmanager
     def train_step_context(self) -> Iterator[None]:
-        """Within, the user's step runs."""
+        """Count a run of the user's step, which happens within the context."""
         self.num_steps += 1
         self._trace.running.clear()
         yield
@@ -172,6 +204,6 @@ class _Plain:
 
 
 def _arguments(module: pl.LightningModule, batch: Any) -> tuple[Any, ...]:
-    """What Lightning passes to training_step."""
+    """The arguments that Lightning passes to training_step: with batch_idx, or without."""
     takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
     return (batch, 0) if takes_index else (batch,)
