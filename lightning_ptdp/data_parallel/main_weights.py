@@ -26,7 +26,7 @@ from lightning_ptdp.host.torch import version_of
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class FlatPiece:
     """A part of a flattened parameter, in elements."""
 
     start: int
@@ -39,7 +39,7 @@ class Main:
 
     parameter: nn.Parameter
     weight: nn.Parameter
-    piece: Piece | None = None
+    piece: FlatPiece | None = None
 
 
 class MainWeights:
@@ -67,7 +67,7 @@ class MainWeights:
         """What an optimizer steps for a parameter of the module; itself where nothing does."""
         return self._of[parameter].weight if parameter in self._of else parameter
 
-    def piece_of(self, parameter: nn.Parameter) -> Piece | None:
+    def piece_of(self, parameter: nn.Parameter) -> FlatPiece | None:
         """The piece of a parameter of the module that is stepped here; None for all of it."""
         return self._of[parameter].piece if parameter in self._of else None
 
@@ -145,7 +145,7 @@ class MainWeights:
                 held = mine if main is None else main
                 values = held[offset + start - low : offset + stop - low] if stop > start else held[:0]
                 weight = nn.Parameter(values, requires_grad=parameter.requires_grad)
-                yield Main(parameter, weight, Piece(start, stop - start))
+                yield Main(parameter, weight, FlatPiece(start, stop - start))
 
 
 def _unsharded(parameter: nn.Parameter) -> Main:

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from lightning_ptdp.comm.groups import Groups
-from lightning_ptdp.data_parallel.main_weights import MainWeights, Piece
+from lightning_ptdp.data_parallel.main_weights import FlatPiece, MainWeights
 from lightning_ptdp.data_parallel.tied import SharedParameter
 from lightning_ptdp.pipeline.one_stage import Stages
 from lightning_ptdp.tensor_parallel.placement import Placement
@@ -37,7 +37,7 @@ class Row:
     stages: frozenset[int]
     shard: Shard | None
     weight: nn.Parameter
-    piece: Piece | None
+    piece: FlatPiece | None
     counts: bool
 
     @property
