@@ -1,4 +1,4 @@
-"""Bias + GeLU, and SwiGLU."""
+"""Activation functions: GeLU of a sum with a bias, and SwiGLU."""
 
 from __future__ import annotations
 
@@ -12,9 +12,14 @@ from lightning_ptdp.kernels.library import OPERATIONS, LibraryOp, contiguous_lik
 
 
 def bias_gelu(x: Tensor, bias: Tensor | None = None) -> Tensor:
-    """gelu(x + bias) in the form by tanh, computed in float32 and given in x's dtype.
+    """Compute gelu(x + bias), approximated by tanh, in float32.
 
-    x: [..., h]. bias: [h], or None.
+    Args:
+        x: [..., h].
+        bias: [h], or None.
+
+    Returns:
+        x's shape and dtype.
     """
     if is_compiled(x.device.type, x.dtype) and x.ndim:
         result: Tensor = torch.ops.ptdp.bias_gelu(x, None if bias is None else bias.float())
@@ -23,7 +28,14 @@ def bias_gelu(x: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) * up, computed in float32 and given in gate's dtype; both [..., h], halves of one tensor for example.
+    """Compute silu(gate) * up in float32.
+
+    Args:
+        gate: [..., h].
+        up: [..., h]. The two may be halves of one tensor.
+
+    Returns:
+        gate's shape and dtype.
 
     Raises:
         ValueError: shapes or dtypes differ.

@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 LIBRARY = "libptdp_kernels.so"
 STABLE_ABI = "0x020b000000000000"  # of torch 2.11, and so of every later one
-LOG_TAIL = 3000  # characters of a failed compiler's output that are shown
+LOG_TAIL = 3000  # so many characters of a failed compiler's output are shown
 
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
 _AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mprefer-vector-width=512")
@@ -54,7 +54,13 @@ class BuildError(RuntimeError):
 
 @dataclass(frozen=True)
 class Commands:
-    """Commands, by the name of what each makes: objects, and at last the library. Run in the folder of the sources."""
+    """The commands that build a library.
+
+    Attributes:
+        sources: the folder that they are run in.
+        objects: for each object file the command that compiles it.
+        link: the command that makes the library of the objects.
+    """
 
     sources: Path
     objects: dict[str, tuple[str, ...]]
@@ -62,7 +68,7 @@ class Commands:
 
     @property
     def digest(self) -> str:
-        """Of the sources, the commands and the compilers' versions."""
+        """A hash of the sources, the commands and the compilers' versions, which names the library in the cache."""
         commands = [*sorted(self.objects.items()), self.link]
         found = hashlib.sha256(repr((commands, platform.machine())).encode())
         for path in sorted(self.sources.rglob("*")):
@@ -74,7 +80,7 @@ class Commands:
 
 
 def commands_here() -> Commands:
-    """The commands for this machine.
+    """Work out the commands for this machine.
 
     Raises:
         BuildError: there is no compiler, no PyTorch, or PTDP_BUILD=off.
@@ -94,7 +100,16 @@ def is_required() -> bool:
 def commands_for(
     folder: Path, cxx: str, torch: Path, *, levels: Sequence[str], nvcc: str | None, extra: Sequence[str] = ()
 ) -> Commands:
-    """Commands to compile the sources in `folder` for some of the instruction sets. extra: flags for the bindings."""
+    """Work out the commands that compile a folder of sources.
+
+    Args:
+        folder: of the sources.
+        cxx: the C++ compiler.
+        torch: where PyTorch is installed.
+        levels: instruction sets of the CPU; a set of kernels is compiled for each.
+        nvcc: CUDA's compiler; None leaves CUDA out.
+        extra: flags for the file that registers the operations.
+    """
     base = (cxx, "-O3", "-std=c++20", "-fPIC", "-fvisibility=hidden", "-Wno-psabi")
     headers = ("-isystem", f"{torch}/include", f"-DTORCH_TARGET_VERSION={STABLE_ABI}")
     has_avx = ("-DPTDP_AVX",) if "avx2" in levels else ()
@@ -113,7 +128,7 @@ def commands_for(
 
 
 def cuda_command(nvcc: str, *more: str) -> tuple[str, ...]:
-    """How the CUDA kernels are compiled; no header of PyTorch is needed."""
+    """The command that compiles the CUDA kernels, with more flags; it needs no header of PyTorch."""
     archs = os.environ.get("PTDP_CUDA_ARCHS", "80;90;100").split(";")
     codes = [f for arch in archs for f in ("-gencode", f"arch=compute_{arch},code=sm_{arch}")]
     codes += ["-gencode", f"arch=compute_{archs[-1]},code=compute_{archs[-1]}"]
@@ -122,9 +137,14 @@ def cuda_command(nvcc: str, *more: str) -> tuple[str, ...]:
 
 
 def cached(commands: Commands, *, again: bool = False) -> Path:
-    """The library that commands make, from the cache, or built into it.
+    """Find the library that commands make in the cache, or build it there.
 
-    again: build it also if it's there, or if building it has failed before.
+    Args:
+        commands: how it is built.
+        again: build it also if it is there, or if building it has failed before.
+
+    Returns:
+        The path of the library.
 
     Raises:
         BuildError: it cannot be built, now or, unless `again`, the last time.
@@ -179,7 +199,11 @@ def _run(command: Sequence[str], folder: Path) -> None:
 
 @contextmanager
 def _lock(folder: Path) -> Iterator[None]:
-    """One process at a time; the system ends the lock with the process, so none outlives a kill."""
+    """Let one process at a time work in a folder; the system ends the lock with the process, so none outlives a kill.
+
+    Raises:
+        BuildError: the folder cannot be written.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         file = (folder / "lock").open("w")
@@ -191,20 +215,20 @@ def _lock(folder: Path) -> Iterator[None]:
 
 
 def cache() -> Path:
-    """Where finished libraries lie."""
+    """The folder in which finished libraries lie."""
     named = os.environ.get("PTDP_CACHE")
     above = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return Path(named) if named else above / "lightning_ptdp"
 
 
 def sources() -> Path:
-    """csrc/: beside the package's modules in an install, beside the package in a checkout."""
+    """Find csrc/: within the package in an install, beside it in a checkout."""
     package = Path(__file__).resolve().parents[1]
     return next((folder for folder in (package / "csrc", package.parent / "csrc") if folder.is_dir()), package / "csrc")
 
 
 def compiler() -> str:
-    """The C++ compiler.
+    """Find the C++ compiler, and return its path.
 
     Raises:
         BuildError: there is none.
@@ -217,17 +241,17 @@ def compiler() -> str:
 
 
 def nvcc() -> str | None:
-    """CUDA's compiler, if there is one."""
+    """Find CUDA's compiler; None if there is none."""
     homes = [os.environ.get(name) for name in ("CUDA_HOME", "CUDA_PATH")]
     found = [Path(home) / "bin/nvcc" for home in (*homes, "/usr/local/cuda") if home]
     return next((str(path) for path in found if os.access(path, os.X_OK)), shutil.which("nvcc"))
 
 
 def torch_folder() -> Path:
-    """Where PyTorch is installed.
+    """Find the folder in which PyTorch is installed; it isn't imported.
 
     Raises:
-        BuildError: it isn't.
+        BuildError: it isn't installed.
     """
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:

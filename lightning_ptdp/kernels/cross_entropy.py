@@ -17,7 +17,8 @@ from lightning_ptdp.kernels.library import OPERATIONS, LibraryOp, contiguous_lik
 
 Combine = Callable[[Tensor], Tensor]
 
-_ELSEWHERE, _IGNORED = -1, -2  # in place of a target: its class is on another rank; it doesn't count
+# What stands in place of a target whose class is on another rank, and of one that doesn't count.
+_ELSEWHERE, _IGNORED = -1, -2
 
 
 def cross_entropy(
@@ -28,14 +29,21 @@ def cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    """`F.cross_entropy` of [N, V] logits and [N] int64 targets, in one pass each way and with no copy of the logits.
+    """Compute `F.cross_entropy` in one pass each way, with no copy of the logits.
+
+    Args:
+        input: the logits, [N, V].
+        target: [N] int64.
+        ignore_index: a target that doesn't count.
+        reduction: "mean" over the targets that count, "sum", or "none".
+        label_smoothing: as in `F.cross_entropy`.
 
     Returns:
-        a scalar, or [N]; float32, or wider where the logits are. A target that is neither a class nor `ignore_index`
-        gives NaN.
+        A scalar, or [N] without a reduction; float32, or wider if the logits are. A target that is neither a class nor
+        `ignore_index` gives NaN.
 
     Raises:
-        ValueError: shapes, or an unknown reduction.
+        ValueError: the shapes don't fit, or the reduction is unknown.
     """
     if has_torch_function((input, target)):  # logits that are split over ranks; a mode that watches losses
         result: Tensor = handle_torch_function(
@@ -60,16 +68,17 @@ def cross_entropy(
 
 
 def reduce(losses: Tensor, target: Tensor, *, ignore_index: int, reduction: str) -> Tensor:
-    """Losses of [N] rows by "mean" over the targets that are not ignored, "sum", or "none"."""
+    """Reduce the losses of [N] rows: "mean" over the targets that are not ignored, "sum", or "none"."""
     if reduction == "none":
         return losses
     return losses.sum() if reduction == "sum" else losses.sum() / (target != ignore_index).sum()
 
 
 def stats(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Of each row of [N, V]: a largest logit m, the sum of exp(logit - m), and the sum of (logit - m).
+    """Compute of each row of [N, V]: its largest logit m, the sum of exp(logit - m), and the sum of (logit - m).
 
-    [N] each, float32 or wider. m is finite, so that a row of -inf has the sum 0.
+    Returns:
+        The three, [N] each, float32 or wider. m is finite, so that a row of -inf has the sum 0.
     """
     if is_compiled(logits.device.type, logits.dtype):
         peak, sum_exp, sum_shifted = torch.ops.ptdp.cross_entropy_stats(logits)
@@ -80,9 +89,18 @@ def stats(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def gradient(
     logits: Tensor, target: Tensor, normalizer: Tensor, scale: Tensor, *, uniform: float, hit: float
 ) -> Tensor:
-    """scale * (exp(logit - normalizer) - uniform, and - hit at the target) in the logits' dtype; 0 where scale is.
+    """Compute the gradient of the logits: scale * (exp(logit - normalizer) - uniform - [class is target] * hit).
 
-    logits: [N, V]. target: [N] int64, negative where no class is hit. normalizer, scale: [N].
+    Args:
+        logits: [N, V].
+        target: [N] int64, negative for a row in which no class is hit.
+        normalizer: [N], logarithm of each row's sum of exp(logit) over all classes, those of other ranks included.
+        scale: [N], gradient of each row's loss. A row with scale 0 has gradient 0.
+        uniform: subtracted from each probability: label smoothing / number of classes.
+        hit: subtracted at the target: 1 - label smoothing.
+
+    Returns:
+        [N, V] in the logits' dtype.
     """
     if is_compiled(logits.device.type, logits.dtype):
         result: Tensor = torch.ops.ptdp.cross_entropy_gradient(logits, target, normalizer, scale, uniform, hit)
@@ -91,6 +109,8 @@ def gradient(
 
 
 class _LossPerRow(torch.autograd.Function):
+    """The loss of each row, with the arguments of `loss_per_row` in order."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -148,17 +168,20 @@ def loss_per_row(
     highest: Combine | None = None,
     total: Combine | None = None,
 ) -> Tensor:
-    """`F.cross_entropy(..., reduction="none")` of logits whose classes may be split over ranks.
+    """Compute `F.cross_entropy(..., reduction="none")` of logits whose classes may be split over ranks.
 
     Args:
         logits: [N, V/t], the classes of this rank.
         targets: [N] int64; one that is neither a class nor `ignore_index` gives a loss of NaN.
         first: the first class of this rank.
         vocabulary: V, the classes of all ranks.
-        highest, total: reduce a tensor over the ranks by max and by sum; None where one rank has all classes.
+        ignore_index: a target that doesn't count; its loss is 0.
+        label_smoothing: as in `F.cross_entropy`.
+        highest: reduces a tensor over the ranks by max; None if one rank has all classes.
+        total: reduces a tensor over the ranks by sum; likewise.
 
     Returns:
-        [N], float32, or wider where the logits are.
+        [N], float32, or wider if the logits are; the same on all ranks.
     """
     losses: Tensor = _LossPerRow.apply(  # type: ignore[no-untyped-call]
         logits, targets, first, vocabulary, ignore_index, label_smoothing, highest, total

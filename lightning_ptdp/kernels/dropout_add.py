@@ -15,15 +15,17 @@ from lightning_ptdp.kernels.library import OPERATIONS, LibraryOp, contiguous_lik
 def bias_dropout_add(
     x: Tensor, bias: Tensor | None, residual: Tensor, p: float = 0.0, *, training: bool = True
 ) -> Tensor:
-    """residual + dropout(x + bias), computed in float32 and given in x's dtype.
+    """Compute residual + dropout(x + bias) in float32; the result has x's dtype.
 
-    One number of the device's global generator is drawn a call, and every element's fate follows from it and from the
-    element's index: the same for compiled kernels and references, on CPUs and on CUDA.
+    A call draws one number from the device's global generator. Whether an element is dropped follows from that number
+    and the element's index: in the same way in compiled kernels and references, on CPUs and on CUDA.
 
     Args:
-        x, residual: [..., h] of one dtype.
+        x: [..., h].
         bias: [h], or None.
-        p: probability to drop, in [0, 1]; without `training` nothing is dropped.
+        residual: [..., h] of x's dtype.
+        p: probability to drop, in [0, 1].
+        training: whether anything is dropped at all.
 
     Raises:
         ValueError: p is no probability, or x and residual differ in shape or dtype.

@@ -23,10 +23,13 @@ CUDA_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class Library:
-    """What could be loaded.
+    """The compiled library, as far as it could be loaded.
 
-    path: None if nothing could. reason: why nothing is compiled, or nothing for CUDA. instruction_set: of the CPU's
-    kernels, "avx2" for example.
+    Attributes:
+        path: of its file; None if nothing could be loaded.
+        reason: why nothing is compiled, or nothing for CUDA; "" if all is.
+        instruction_set: what the CPU's kernels use, "avx2" for example.
+        has_cuda: whether it has kernels for CUDA.
     """
 
     path: Path | None
@@ -37,10 +40,14 @@ class Library:
 
 @dataclass(frozen=True)
 class LibraryOp:
-    """An operation of the library, besides its schema, which stands in csrc/bindings.cpp.
+    """An operation of the library: what PyTorch must know of it besides its schema, which stands in csrc/bindings.cpp.
 
-    fake: shapes and dtypes of the results. save: keeps what backward needs. backward: the gradient; without it the
-    operation refuses to be differentiated.
+    Attributes:
+        name: as in the schema.
+        fake: makes results without values, of the right shapes and dtypes.
+        save: keeps what `backward` needs, as `torch.library.register_autograd` calls it.
+        backward: computes the gradients of the arguments. Without it the operation refuses to be differentiated.
+        has_gradient: False for an operation that works in place, of which autograd is not told.
     """
 
     name: str
@@ -50,7 +57,7 @@ class LibraryOp:
     has_gradient: bool = True
 
     def register(self) -> None:
-        """Tell PyTorch."""
+        """Register the operation with PyTorch."""
         torch.library.register_fake(f"ptdp::{self.name}", self.fake)
         if self.backward is not None:
             torch.library.register_autograd(f"ptdp::{self.name}", self.backward, setup_context=self.save)
@@ -69,15 +76,20 @@ OPERATIONS: list[LibraryOp] = []
 
 
 def contiguous_like(x: Tensor, *others: object) -> Tensor:
-    """A result of x's shape and dtype, contiguous; others: arguments that do not change it."""
+    """The fake of operations whose result has x's shape and dtype and is contiguous.
+
+    Args:
+        x: the first argument of the operation.
+        others: its other arguments, which do not matter here.
+    """
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 @cache
 def load() -> Library:
-    """Load the library: that of the wheel, else one from the cache, else build it.
+    """Load the library, once: that of the wheel, else one from the cache, else it is built.
 
-    Never raises: where nothing can be loaded the result says why.
+    Never raises: if nothing can be loaded the result says why.
     """
     try:
         path, why_no_cuda = _find()
@@ -92,7 +104,7 @@ def load() -> Library:
 
 
 def _find() -> tuple[Path, str]:
-    """The library's path, and why it may have no CUDA kernels."""
+    """Find or build the library; returns its path, and why it has no CUDA kernels, in case it has none."""
     packaged = Path(__file__).parent / build.LIBRARY
     if packaged.exists():
         return packaged, "the wheel's library was built without CUDA"
@@ -108,7 +120,7 @@ _references_only = False
 
 @contextmanager
 def references() -> Iterator[None]:
-    """Inside the block every operation is its reference in plain PyTorch."""
+    """Run the references in plain PyTorch in place of all compiled kernels, within the context."""
     global _references_only  # noqa: PLW0603  a switch of the process, as torch's own are
     before, _references_only = _references_only, True
     try:

@@ -1,4 +1,4 @@
-"""Lists of tensors in one pass: Adam, scaling, norms. The tensors of a call lie on one device."""
+"""Operations on whole lists of tensors in one pass: Adam, scaling, norms. The tensors of a call lie on one device."""
 
 from __future__ import annotations
 
@@ -26,11 +26,14 @@ def adam_(
     copies: Sequence[Tensor] = (),
     found_inf: Tensor | None = None,
 ) -> None:
-    """One step of Adam or AdamW on a list of tensors, in place.
+    """Take one step of Adam or AdamW on a list of tensors, in place.
 
     Args:
-        weights, first_moments, second_moments: float32.
+        weights: what is stepped, float32.
         grads: of the weights' shapes, of any floating dtype.
+        first_moments: running means of the gradients, float32.
+        second_moments: running means of their squares, float32.
+        numbers: learning rate and so on.
         copies: 16-bit tensors that get the weights' values, one a weight, or none.
         found_inf: one float32 on the device. If it's nonzero nothing is done; it's set to 1 if a scaled gradient isn't
             finite, and then nothing is written either. None: gradients aren't checked.
@@ -66,9 +69,13 @@ def adam_(
 
 
 def scale_(inputs: Sequence[Tensor], outputs: Sequence[Tensor], factor: float, found_inf: Tensor) -> None:
-    """outputs[i] = factor * inputs[i]; found_inf (one float32) becomes 1 if a product isn't finite.
+    """Compute outputs[i] = factor * inputs[i].
 
-    Input and output may be one tensor, and their dtypes may differ.
+    Args:
+        inputs: of any shapes.
+        outputs: of the same shapes. Input and output may be one tensor, and their dtypes may differ.
+        factor: one for all.
+        found_inf: one float32, which becomes 1 if a product isn't finite.
 
     Raises:
         ValueError: lists differ in length, or tensors in shape.
@@ -84,7 +91,7 @@ def scale_(inputs: Sequence[Tensor], outputs: Sequence[Tensor], factor: float, f
 
 
 def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
-    """Of all elements of the tensors, a float64 scalar (float32 where a device has no float64).
+    """Sum the squares of all elements of the tensors: a float64 scalar, or float32 on a device without float64.
 
     Raises:
         ValueError: the list is empty.
@@ -97,7 +104,7 @@ def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def l2_norms(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """The L2 norm of all elements, a scalar, and that of each tensor, [n]: float32, summed in wider numbers.
+    """Compute the L2 norm of all elements, a scalar, and that of each tensor, [n]: float32, summed in wider numbers.
 
     Raises:
         ValueError: the list is empty.
@@ -123,13 +130,15 @@ def count_(counters: Sequence[Tensor]) -> list[float]:
 
 
 def accumulate_weight_gradient(main_grad: Tensor, grad_output: Tensor, x: Tensor) -> None:
-    """main_grad += grad_output^T x, in main_grad's dtype.
+    """Add the gradient of a linear layer's weight to it: main_grad += grad_output^T x, in main_grad's dtype.
 
-    On CUDA one matrix product of 16-bit numbers that adds in float32; elsewhere a 16-bit operand is widened first.
+    On CUDA this is one matrix product of 16-bit numbers that adds in float32; elsewhere a 16-bit operand is widened
+    first.
 
     Args:
         main_grad: [h_out, h_in], float32 for example; changed.
-        grad_output: [..., h_out]. x: [..., h_in].
+        grad_output: [..., h_out], gradient of the layer's output.
+        x: [..., h_in], the layer's input.
     """
     rows_out, rows_in = grad_output.reshape(-1, grad_output.shape[-1]), x.reshape(-1, x.shape[-1])
     if main_grad.dtype == rows_in.dtype == rows_out.dtype:
@@ -159,7 +168,7 @@ def _check_partners(first: Sequence[Tensor], *others: Sequence[Tensor]) -> None:
 
 
 def _mark_written(*lists: Sequence[Tensor]) -> None:
-    """Tell autograd, so that a graph that needs the old values raises."""
+    """Count an edit of each tensor, so that backward raises if it needs the old values."""
     torch.autograd.graph.increment_version(chain(*lists))
 
 

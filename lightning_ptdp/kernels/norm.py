@@ -14,11 +14,13 @@ from lightning_ptdp.kernels.library import OPERATIONS, LibraryOp, contiguous_lik
 def layer_norm(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float = 1e-5, *, memory_efficient: bool = False
 ) -> Tensor:
-    """`F.layer_norm` over the last dim, computed in float32 and given in x's dtype.
+    """Compute `F.layer_norm` over the last dim, in float32; the result has x's dtype.
 
     Args:
         x: [..., h].
-        weight, bias: [h] of any floating dtype, or None.
+        weight: [h] of any floating dtype, or None.
+        bias: likewise.
+        eps: added to the variance.
         memory_efficient: keep the output for backward, which the next layer keeps anyway, in place of x; the gradient
             is then only as exact as x can be worked out from the output, and weights near 0 count as eps.
     """
@@ -26,7 +28,7 @@ def layer_norm(
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float = 1e-6, *, memory_efficient: bool = False) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight over the last dim; arguments as `layer_norm`."""
+    """Compute x / sqrt(mean(x^2) + eps) * weight over the last dim; arguments as of `layer_norm`."""
     return _norm(x, weight, None, eps, centers=False, saves_output=memory_efficient)
 
 

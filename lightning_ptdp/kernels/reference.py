@@ -1,6 +1,7 @@
-"""What every operation means, in plain PyTorch: in float32, or in the inputs' dtype where that is wider.
+"""What every operation means, in plain PyTorch: computed in float32, or in the inputs' dtype if that is wider.
 
-They run where no kernel is compiled, for float64 everywhere, and for float16 on CPUs; their gradients are autograd's.
+These references run if no kernel is compiled, for float64 everywhere, and for float16 on CPUs. Their gradients are
+autograd's. The functions that call them, in the other files of this folder, say what the arguments are.
 """
 
 from __future__ import annotations
@@ -19,8 +20,15 @@ _CHUNK_BYTES = 1 << 24
 class AdamStep:
     """The numbers of one step of Adam.
 
-    step: counts from 1. decoupled: weight decay as AdamW has it; else it's added to the gradient. grad_scale: what the
-    gradients are multiplied by.
+    Attributes:
+        lr: learning rate.
+        betas: decay of the first and second moments.
+        eps: added to the root of the second moment.
+        weight_decay: rate of decay.
+        step: number of the step, from 1.
+        decoupled: whether weights decay by themselves, as in AdamW; else the decay is added to the gradient.
+        corrects_bias: whether moments are divided by 1 - beta^step.
+        grad_scale: what the gradients are multiplied by first.
     """
 
     lr: float
@@ -42,7 +50,7 @@ def _maybe(x: Tensor | None, like: Tensor) -> Tensor | None:
 
 
 def softmax(x: Tensor, mask: Tensor | None, scale: float, causal: bool) -> Tensor:
-    """mask: boolean, expanded to x's shape."""
+    """Softmax of scaled scores; mask: boolean, expanded to x's shape."""
     scores = _wide(x) * scale
     if causal:
         queries, keys = x.shape[-2:]
@@ -78,7 +86,7 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def dropout_add(x: Tensor, bias: Tensor | None, residual: Tensor, seed: Tensor, p: float) -> Tensor:
-    """seed: one int64 on x's device."""
+    """residual + dropout(x + bias); seed: one int64 on x's device, from which all draws follow."""
     wide = _wide(x) if bias is None else _wide(x) + bias.to(_wide(x).dtype)
     if p > 0:
         kept = _draws(seed, x.numel()).view(x.shape) >= int(float(torch.tensor(p)) * 4294967295.0)
@@ -87,7 +95,7 @@ def dropout_add(x: Tensor, bias: Tensor | None, residual: Tensor, seed: Tensor, 
 
 
 def _draws(seed: Tensor, count: int) -> Tensor:
-    """The upper 32 bits of splitmix64 at `count` indices, as int64; `draw` of csrc/api.h."""
+    """The upper 32 bits of splitmix64 at `count` indices, as int64: what `draw` of csrc/api.h computes."""
     z = seed + (torch.arange(1, count + 1, device=seed.device) * _signed(0x9E3779B97F4A7C15))
     z = (z ^ _shift(z, 30)) * _signed(0xBF58476D1CE4E5B9)
     z = (z ^ _shift(z, 27)) * _signed(0x94D049BB133111EB)
@@ -99,12 +107,12 @@ def _signed(value: int) -> int:
 
 
 def _shift(z: Tensor, bits: int) -> Tensor:
-    """To the right, filled with zeros."""
+    """Shift to the right, filling with zeros."""
     return (z >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def rotary(x: Tensor, cos: Tensor, sin: Tensor, *, inverse: bool) -> Tensor:
-    """cos, sin: expanded to x's leading dims."""
+    """Turn pairs by angles, or back; cos, sin: expanded to x's leading dims."""
     wide = _wide(x)
     half = cos.shape[-1]
     low, high, rest = wide.split([half, half, x.shape[-1] - 2 * half], dim=-1)
@@ -140,7 +148,7 @@ def cross_entropy_gradient(
 
 
 def _chunks(logits: Tensor) -> list[slice]:
-    """Rows in runs whose float32 copy is small."""
+    """Slices of rows, each with a small copy in float32."""
     rows = max(1, _CHUNK_BYTES // (4 * max(1, logits.shape[1])))
     return [slice(start, start + rows) for start in range(0, len(logits), rows)]
 

@@ -16,8 +16,9 @@ def rotary_embedding(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
     Args:
         x: [..., d], of any strides.
-        cos, sin: of the angles, of a shape that broadcasts to [..., r], r at most d/2; they get no gradient. What lies
-            beyond 2 r is left as it is.
+        cos: cosines of the angles, of a shape that broadcasts to [..., r], r at most d/2. They get no gradient. What
+            lies beyond 2 r in x's last dim is left as it is.
+        sin: sines of the angles, likewise.
 
     Returns:
         x's shape and dtype, contiguous; computed in float32.

@@ -12,16 +12,20 @@ from lightning_ptdp.kernels.library import OPERATIONS, LibraryOp, contiguous_lik
 
 
 def scaled_softmax(x: Tensor, scale: float = 1.0) -> Tensor:
-    """softmax(scale * x) over the last dim, computed in float32; x: [..., queries, keys]."""
+    """Compute softmax(scale * x) over the last dim, in float32; x: [..., queries, keys]."""
     return _softmax(x, None, scale, causal=False)
 
 
 def scaled_masked_softmax(x: Tensor, mask: Tensor, scale: float = 1.0) -> Tensor:
-    """`scaled_softmax` with no probability where the mask is True; a row that is masked throughout gives zeros.
+    """Compute `scaled_softmax` with probability 0 where a mask is True; a row that is masked throughout gives zeros.
 
     Args:
         x: [..., queries, keys].
         mask: boolean, of a shape that broadcasts to x's.
+        scale: what the scores are multiplied by.
+
+    Raises:
+        ValueError: the mask is not boolean.
     """
     if mask.dtype != torch.bool:
         raise ValueError(f"a mask is boolean, True where there is no attention; got {mask.dtype}; use mask.bool()")
@@ -29,12 +33,19 @@ def scaled_masked_softmax(x: Tensor, mask: Tensor, scale: float = 1.0) -> Tensor
 
 
 def scaled_causal_softmax(x: Tensor, scale: float = 1.0) -> Tensor:
-    """`scaled_softmax` in which query i sees keys up to i + keys - queries; a query that sees none gives zeros."""
+    """Compute `scaled_softmax` where query i sees keys up to i + keys - queries; one that sees none gives zeros."""
     return _softmax(x, None, scale, causal=True)
 
 
 def softmax_gradient(grad: Tensor, y: Tensor, scale: float = 1.0, *, causal: bool = False) -> Tensor:
-    """The gradient of the scores of any of these softmaxes, from that of the output and the output itself."""
+    """Compute the gradient of the scores of any of these softmaxes.
+
+    Args:
+        grad: gradient of the softmax's output, [..., queries, keys].
+        y: the output itself.
+        scale: what the scores were multiplied by.
+        causal: whether the softmax was causal, which spares the compiled kernel some work.
+    """
     if is_compiled(y.device.type, y.dtype):
         result: Tensor = torch.ops.ptdp.softmax_backward(grad, y, scale, causal)
         return result

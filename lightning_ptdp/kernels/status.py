@@ -1,4 +1,4 @@
-"""What runs compiled kernels here and what references, and which packages of others with such kernels are there."""
+"""Tells what runs compiled kernels here and what references, and which other packages with such kernels are there."""
 
 from __future__ import annotations
 
@@ -19,9 +19,11 @@ _OTHERS = {"Transformer Engine": "transformer_engine", "flash-attn": "flash_attn
 
 @dataclass(frozen=True)
 class Found:
-    """Packages of others that are installed: none of them is imported to find that out, and none is needed.
+    """Packages of others that are installed. None of them is imported to find that out, and none is needed.
 
-    apex: "nvidia", "other" (a package of that name that isn't NVIDIA's), or "absent". others: their names.
+    Attributes:
+        apex: "nvidia", "other" (a package of that name that isn't NVIDIA's), or "absent".
+        others: names of the other packages that were found.
     """
 
     apex: str
@@ -34,7 +36,7 @@ def look_around() -> Found:
 
 
 def find_apex() -> str:
-    """Either "nvidia", "other" or "absent", by the files of the package, whose code doesn't run."""
+    """Look which apex is installed, by its files, none of which is run: "nvidia", "other" or "absent"."""
     folders = _folders("apex")
     if folders is None:
         return "absent"
@@ -50,7 +52,7 @@ def _folders(package: str) -> list[Path] | None:
 
 
 def in_a_line() -> str:
-    """For the start of a run."""
+    """Say in a line, for the start of a run, which kernels are compiled."""
     library, found = load(), look_around()
     if library.path is None:
         compiled = f"none compiled, PyTorch's own operations serve ({_first_line(library.reason)})"
@@ -61,14 +63,14 @@ def in_a_line() -> str:
 
 
 def describe(found: Found) -> str:
-    """Packages of others in a clause."""
+    """Say in a clause which packages of others were found."""
     names = (["NVIDIA Apex"] if found.apex == "nvidia" else []) + list(found.others)
     note = "; the package apex is not NVIDIA's and is left alone" if found.apex == "other" else ""
     return ("found " + ", ".join(names) if names else "no NVIDIA Apex, Transformer Engine or flash-attn found") + note
 
 
 def rows() -> list[tuple[str, str, str]]:
-    """(device, dtype, what runs and why) for each."""
+    """Make a table of rows (device, dtype, what runs there and why)."""
     library = load()
     table = []
     for device, dtypes, is_compiled in (
