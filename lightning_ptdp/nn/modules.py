@@ -9,9 +9,13 @@ from lightning_ptdp import kernels
 
 
 class LayerNorm(nn.LayerNorm):
-    """`nn.LayerNorm`, computed in float32 and given in the input's dtype, under autocast too.
+    """`nn.LayerNorm`, computed in float32; the output has the input's dtype, under autocast too.
 
-    memory_efficient: keep the output for backward instead of the input. Several normalized dims run PyTorch's own.
+    PyTorch's own runs if several dims are normalized.
+
+    Args:
+        memory_efficient: keep the output for backward instead of the input.
+        others: as `nn.LayerNorm`.
     """
 
     def __init__(
@@ -33,9 +37,13 @@ class LayerNorm(nn.LayerNorm):
 
 
 class RMSNorm(nn.RMSNorm):
-    """`nn.RMSNorm`, computed in float32 and given in the input's dtype, under autocast too.
+    """`nn.RMSNorm`, computed in float32; the output has the input's dtype, under autocast too.
 
-    eps: as PyTorch's, which is that of the input's dtype if None. memory_efficient: as `LayerNorm`.
+    PyTorch's own runs if several dims are normalized.
+
+    Args:
+        memory_efficient: keep the output for backward instead of the input.
+        others: as `nn.RMSNorm`, whose eps is that of the input's dtype if it is None.
     """
 
     def __init__(
@@ -57,7 +65,7 @@ class RMSNorm(nn.RMSNorm):
 
 
 class GELU(nn.Module):
-    """GELU in the form by tanh, as `nn.GELU(approximate="tanh")`."""
+    """GELU approximated by tanh, as `nn.GELU(approximate="tanh")`."""
 
     def forward(self, x: Tensor) -> Tensor:
         return kernels.bias_gelu(x)
@@ -73,7 +81,11 @@ class SwiGLU(nn.Module):
 
 
 class BiasDropoutAdd(nn.Module):
-    """residual + dropout(x + bias), dropping in training only. p: probability to drop."""
+    """residual + dropout(x + bias), which drops in training only.
+
+    Args:
+        p: probability to drop.
+    """
 
     def __init__(self, p: float = 0.0) -> None:
         super().__init__()
