@@ -19,10 +19,11 @@ log = logging.getLogger(__name__)
 class Documents:
     """The documents of a corpus, ready to be read in batches.
 
-    rows: a `datasets.Dataset`, one row a document.
-    read: a batch of rows (column name -> values) -> one text a row.
-    digests: one a row, `digest` of the document's UTF-8 bytes.
-    num_bytes: one a row, the length of the document in UTF-8; 0 is an empty document.
+    Attributes:
+        rows: a `datasets.Dataset`, one row a document.
+        read: turns a batch of rows (column name -> values) into one text a row.
+        digests: for each row, `digest` of the document's UTF-8 bytes.
+        num_bytes: for each row, the length of the document in UTF-8; 0 is an empty document.
     """
 
     rows: Rows
@@ -37,11 +38,11 @@ class Corpus(ABC):
     @property
     @abstractmethod
     def name(self) -> str:
-        """What messages call the corpus."""
+        """The name of the corpus in messages."""
 
     @abstractmethod
     def content_digest(self) -> str:
-        """Equal for equal content, wherever it lies and whatever it is called; hexadecimal."""
+        """A hash of the content alone, hexadecimal: where the content lies and what it is called doesn't matter."""
 
     @abstractmethod
     def documents(self) -> Documents:
@@ -49,10 +50,10 @@ class Corpus(ABC):
 
 
 def digest(content: bytes) -> bytes:
-    """The digest of one document, `DIGEST_BYTES` long."""
+    """Hash the content of one document; `DIGEST_BYTES` long."""
     return blake2b(content, digest_size=DIGEST_BYTES).digest()
 
 
 def mib(num_bytes: int) -> str:
-    """A size for a message, in units of 2^20 bytes."""
+    """Write a size for a message, in units of 2^20 bytes."""
     return f"{num_bytes / 2**20:.1f} MiB"

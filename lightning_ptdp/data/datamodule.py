@@ -1,4 +1,4 @@
-"""TextDataModule: any text as packed token sequences for an ordinary Trainer."""
+"""TextDataModule, which gives any text to an ordinary Trainer as packed token sequences."""
 
 import logging
 from hashlib import blake2b
@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 
 class TextDataModule(L.LightningDataModule):
-    """Text to batches of packed token sequences.
+    """Turns text into batches of packed token sequences.
 
     The text is the source of Python's standard library, or files of your own (`paths`), or a Hugging Face dataset
     (`dataset`). A batch is a dict of "input_ids" and "labels", [b, s] int64 each: labels are the tokens that follow
@@ -129,7 +129,7 @@ class TextDataModule(L.LightningDataModule):
         self._check_lengths(self._prepared)
 
     def train_dataloader(self) -> DataLoader[Any]:
-        """Shuffled batches of the training split.
+        """Load shuffled batches of the training split.
 
         `seed` and the epoch set the order of all sequences, whatever the number of replicas, which take turns.
         """
@@ -138,11 +138,11 @@ class TextDataModule(L.LightningDataModule):
         return self._loader(sequences, sampler=DistributedSampler(sequences, **replicas, seed=self.seed))
 
     def val_dataloader(self) -> DataLoader[Any] | list[DataLoader[Any]]:
-        """Batches of the held-out documents in a fixed order; nothing if none are held out."""
+        """Load batches of the held-out documents in a fixed order; no loader if none are held out."""
         return self._loader(self._sequences("validation")) if self.prepared.validation.num_tokens else []
 
     def state_dict(self) -> dict[str, Any]:
-        """The tokenizer goes into each checkpoint, so that a checkpoint alone can turn text into tokens and back."""
+        """Put the tokenizer into each checkpoint, so that a checkpoint alone can turn text into tokens and back."""
         return {"tokenizer": self.prepared.tokenizer_path.read_text()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -179,7 +179,7 @@ class TextDataModule(L.LightningDataModule):
         )
 
     def _pointer(self) -> Path:
-        """A file that tells `setup` what `prepare_data` of the same run found, so that content is read once a node."""
+        """The file in which `prepare_data` tells `setup` what it found, so that content is read once a node."""
         options = [
             self.paths, self.val_paths, self.dataset, self.dataset_config, self.split, self.val_split,
             self.text_column, self.max_documents, self.tokenizer_path, self.vocab_size, self.val_fraction, Path.cwd(),

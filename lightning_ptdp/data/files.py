@@ -83,7 +83,7 @@ class FileCorpus(Corpus):
 
 
 def read_files(batch: dict[str, list[Any]]) -> list[str]:
-    """The texts of a batch of files, exactly as they are on disk.
+    """Read a batch of files, exactly as they are on disk.
 
     Raises:
         RuntimeError: a file's content is not what it was when the corpus was opened.
@@ -98,7 +98,7 @@ def read_files(batch: dict[str, list[Any]]) -> list[str]:
 
 
 def find_files(paths: Iterable[str]) -> list[Path]:
-    """The files that a list of files, folders (searched to the bottom) and globs (`**` too) means, each once.
+    """Find the files that a list of files, folders (searched to the bottom) and globs (`**` too) means, each once.
 
     In folders and globs, what is hidden (a leading dot) is left out.
 
@@ -136,7 +136,10 @@ def _why(entry: str) -> str:
 
 
 def _order(file: TextFile) -> tuple[bytes, str]:
-    """By the end of the digest: its beginning decides what is held out, and the two must not go together."""
+    """The key that files are sorted by: the end of the digest, since its beginning decides what is held out.
+
+    Sorted by the beginning, all documents that are held out would come first.
+    """
     return file.digest[8:], str(file.path)
 
 

@@ -67,12 +67,17 @@ class DatasetCorpus(Corpus):
 
 
 def read_column(batch: dict[str, list[Any]], *, column: str) -> list[str]:
-    """The texts of a batch of rows; a missing value is an empty text."""
+    """Read the texts of a batch of rows; a missing value is an empty text."""
     return [text or "" for text in batch[column]]
 
 
 def open_dataset(name: str, *, config: str | None, split: str) -> Rows:
-    """A dataset of the Hugging Face Hub by name, or a folder that `save_to_disk` wrote.
+    """Open a dataset of the Hugging Face Hub by name, or a folder that `save_to_disk` wrote.
+
+    Args:
+        name: of the dataset, or path of the folder.
+        config: the configuration of a dataset that has several.
+        split: the split to open.
 
     Raises:
         ValueError: it cannot be loaded, or has no such split.

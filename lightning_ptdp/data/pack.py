@@ -52,7 +52,7 @@ class TokenStream:
 
 
 def open_stream(folder: Path) -> TokenStream:
-    """The stream of a folder that `tokenise` wrote."""
+    """Open a folder that `tokenise` wrote as one stream."""
     chunks: list[NDArray[Any]] = []
     for file in sorted(folder.glob("*.arrow")):
         column = datasets.Dataset.from_file(str(file)).data.column(TOKENS)
@@ -95,5 +95,5 @@ class PackedSequences(Dataset[dict[str, NDArray[np.int64]]]):
 
 
 def num_sequences(num_tokens: int, seq_len: int) -> int:
-    """Windows that hold every token once; the last may be partly filled."""
+    """Count the windows that hold every token once; the last may be partly filled."""
     return -(-num_tokens // seq_len)

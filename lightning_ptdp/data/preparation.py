@@ -1,4 +1,4 @@
-"""The whole preparation, as a list: name the content, look in the cache, split, train the tokenizer, tokenise."""
+"""Prepares a corpus, step by step: name its content, look in the cache, split, train the tokenizer, tokenise."""
 
 import json
 import logging
@@ -29,9 +29,10 @@ log = logging.getLogger(__name__)
 class PrepareOptions:
     """What, besides the content, decides how a corpus is prepared.
 
-    val_fraction: the part of the documents to hold out, at least 0 and less than 1.
-    vocab_size: tokens of the tokenizer to train.
-    tokenizer: an existing tokenizer.json to use instead.
+    Attributes:
+        val_fraction: the part of the documents to hold out, at least 0 and less than 1.
+        vocab_size: tokens of the tokenizer to train.
+        tokenizer: an existing tokenizer.json to use instead.
 
     Raises:
         ValueError: an option is out of range, or the tokenizer cannot be used.
@@ -54,7 +55,7 @@ class PrepareOptions:
 
 @dataclass(frozen=True)
 class Part:
-    """One split: whole documents, their tokens (ends of text included) and their UTF-8 bytes."""
+    """The size of one split: its documents, their tokens (ends of text included) and their UTF-8 bytes."""
 
     num_documents: int
     num_tokens: int
@@ -63,7 +64,14 @@ class Part:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A prepared corpus on disk: tokenizer.json, train/*.arrow, validation/*.arrow and summary.json in `folder`."""
+    """A prepared corpus on disk.
+
+    Attributes:
+        folder: holds tokenizer.json, train/*.arrow, validation/*.arrow and summary.json.
+        vocab_size: tokens of the tokenizer.
+        train: size of the training split.
+        validation: size of the held-out split.
+    """
 
     folder: Path
     vocab_size: int
@@ -75,7 +83,7 @@ class Prepared:
         return self.folder / "tokenizer.json"
 
     def stream(self, split: str) -> TokenStream:
-        """The tokens of "train" or "validation".
+        """Open the tokens of "train" or "validation".
 
         Raises:
             RuntimeError: the files are not those that were written.
@@ -96,7 +104,7 @@ def prepare(
     *,
     cache: Path,
 ) -> Prepared:
-    """Prepare a corpus, or find it prepared: equal content under equal options is prepared once a cache folder.
+    """Prepare a corpus, or find it prepared: a cache folder holds equal content under equal options once.
 
     Args:
         corpus: documents to train on.
@@ -138,6 +146,7 @@ def load_prepared(folder: Path) -> Prepared:
 
 
 def _key(corpus: Corpus, validation: Corpus | None, options: PrepareOptions) -> str:
+    """Hash the content and all that decides how it is prepared: the name of the folder in the cache."""
     held_out = f"fraction {options.val_fraction}" if validation is None else f"content {validation.content_digest()}"
     given = options.tokenizer
     tokens = f"train {options.vocab_size}" if given is None else f"given {blake2b(given.read_bytes()).hexdigest()}"
@@ -146,6 +155,7 @@ def _key(corpus: Corpus, validation: Corpus | None, options: PrepareOptions) -> 
 
 
 def _write(corpus: Corpus, validation: Corpus | None, options: PrepareOptions, *, folder: Path) -> None:
+    """Prepare a corpus into an empty folder."""
     documents = corpus.documents()
     if validation is None:
         split = split_documents(documents, options.val_fraction)
@@ -184,7 +194,7 @@ def _write_part(name: str, documents: Documents, rows: Sequence[int], tokenizer:
 
 
 def _first_bytes(documents: Documents, rows: Sequence[int]) -> list[int]:
-    """The first rows, up to `_TOKENIZER_BYTES` of text and at least one."""
+    """Take rows from the first on, up to `_TOKENIZER_BYTES` of text and at least one."""
     sample: list[int] = []
     total = 0
     for row in rows:

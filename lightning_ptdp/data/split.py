@@ -1,4 +1,4 @@
-"""Which documents are held out: a rule on each document's own content."""
+"""Decides which documents are held out, by each document's own content."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ def is_held_out(digest: bytes, val_fraction: float) -> bool:
 
 
 def split_documents(documents: Documents, val_fraction: float) -> Split:
-    """Split by `is_held_out`.
+    """Split documents into those to train on and those held out, by `is_held_out`.
 
     Raises:
         ValueError: the training part, or the validation part of a fraction above 0, is empty.
@@ -37,7 +37,7 @@ def split_documents(documents: Documents, val_fraction: float) -> Split:
 
 
 def rows_with_text(documents: Documents) -> list[int]:
-    """The rows of all documents that aren't empty, ascending.
+    """List the rows of all documents that aren't empty, ascending.
 
     Raises:
         ValueError: there is none.

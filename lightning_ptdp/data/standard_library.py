@@ -9,7 +9,7 @@ _FEWEST_FILES = 100  # a whole library has several hundred; a stripped one a han
 
 
 def standard_library_files(folder: Path | None = None) -> list[Path]:
-    """The `.py` files of the standard library, tests and installed packages left out.
+    """Find the `.py` files of the standard library, without tests and installed packages.
 
     Args:
         folder: where the library lies; that of the running interpreter by default.

@@ -1,4 +1,4 @@
-"""The cache folder: what lies under its final name is whole, whoever wrote it and whatever was killed meanwhile."""
+"""The cache folder: what lies under its final name is complete, whoever wrote it and whatever was killed meanwhile."""
 
 import logging
 import os
@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 @contextmanager
 def written_aside(target: Path) -> Iterator[Path]:
-    """A new folder beside `target` to write into, renamed to `target` at the end of the block.
+    """Make a folder beside `target` to write into, which is renamed to `target` when the context ends.
 
     Nobody waits for anybody: of several processes that write the same target the first to finish wins, and the others
     drop what they wrote. A block that raises leaves nothing; one that is killed leaves a folder under another name,

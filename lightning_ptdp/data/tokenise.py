@@ -1,4 +1,4 @@
-"""Documents to token numbers in memory-mapped Arrow files."""
+"""Turns documents into token numbers in memory-mapped Arrow files."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -49,7 +49,7 @@ def tokenise(documents: Documents, rows: Sequence[int], tokenizer: Tokenizer, fo
 
 
 def encode_documents(tokenizer: Tokenizer, texts: Sequence[str]) -> list[NDArray[Any]]:
-    """One array of token numbers a text, closed by the end of text.
+    """Encode texts: for each an array of token numbers, closed by the end of text.
 
     Text that spells a special token stays text. Long texts are encoded in pieces, so that a line that ends a piece may
     be cut into other tokens than in one go; decoding gives the same text either way.
@@ -80,5 +80,5 @@ def cut_into_pieces(text: str, limit: int) -> list[str]:
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
-    """The smallest type that holds every token number."""
+    """Choose the smallest type that holds every token number."""
     return np.dtype(np.uint16 if vocab_size <= 2**16 else np.int32)

@@ -58,7 +58,7 @@ def load_tokenizer(path: Path) -> Tokenizer:
 
 
 def end_of_text(tokenizer: Tokenizer) -> int:
-    """The number of the token that closes each document.
+    """Look up the number of the token that closes each document.
 
     Raises:
         ValueError: the vocabulary has no such token.
