@@ -1,1 +1,1 @@
-"""Names of other libraries over our own operations."""
+"""Interfaces of other libraries, built on our own operations."""

@@ -1,4 +1,4 @@
-"""The parts of NVIDIA Apex that Megatron-LM and NeMo import, by the same names and signatures, over our operations.
+"""The parts of NVIDIA Apex that Megatron-LM and NeMo import, with the same names and signatures, on our operations.
 
 Nothing of Apex is needed or imported. `install_apex_shims()` makes `import apex` and `import amp_C` find this package,
 for code that cannot be changed.

@@ -11,11 +11,14 @@ from lightning_ptdp.kernels import AdamStep, adam_, l2_norms, scale_
 
 Lists = Sequence[Sequence[Tensor]]
 
-_ADAM_W = 1  # mode
+_ADAM_W = 1  # the mode of `multi_tensor_adam` that decays weights by themselves
 
 
 def multi_tensor_scale(chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, scale: float) -> None:
-    """tensor_lists = [inputs, outputs]: outputs = scale * inputs; noop_flag becomes 1 where that isn't finite."""
+    """Compute outputs = scale * inputs for tensor_lists = [inputs, outputs].
+
+    noop_flag becomes 1 if a result isn't finite.
+    """
     inputs, outputs = tensor_lists
     found = torch.zeros(1, device=noop_flag.device)
     scale_(inputs, outputs, float(scale), found)
@@ -25,7 +28,11 @@ def multi_tensor_scale(chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, 
 def multi_tensor_l2norm(
     chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, per_tensor: bool | None = False
 ) -> tuple[Tensor, Tensor]:
-    """tensor_lists = [tensors]: the norm of all, [1], and with per_tensor that of each, [n], else an empty tensor."""
+    """Compute the norm of all tensors in tensor_lists = [tensors].
+
+    Returns:
+        The norm, [1], and with per_tensor that of each tensor, [n], else an empty tensor.
+    """
     (tensors,) = tensor_lists
     total, each = l2_norms(tensors)
     return total.view(1), each if per_tensor else each.new_empty(0)
@@ -34,7 +41,7 @@ def multi_tensor_l2norm(
 def multi_tensor_unscale_l2norm(
     chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, inv_scale: Tensor, per_tensor: bool | None = False
 ) -> tuple[Tensor, Tensor]:
-    """`multi_tensor_l2norm` of inv_scale * tensors; the tensors stay as they are."""
+    """Compute `multi_tensor_l2norm` of inv_scale * tensors; the tensors stay as they are."""
     total, each = multi_tensor_l2norm(chunk_size, noop_flag, tensor_lists, per_tensor)
     return total * inv_scale, each * inv_scale
 
@@ -52,9 +59,16 @@ def multi_tensor_adam(
     bias_correction: int,
     weight_decay: float,
 ) -> None:
-    """tensor_lists = [gradients, weights, first moments, second moments]. mode: 0 Adam with L2, 1 AdamW.
+    """Take a step of Adam on tensor_lists = [gradients, weights, first moments, second moments].
 
     As Apex's, it neither reads nor sets noop_flag: what isn't finite spreads.
+
+    Args:
+        mode: 0 is Adam with L2 regularisation, 1 is AdamW.
+        others: as Apex's; chunk_size and noop_flag are not used.
+
+    Raises:
+        ValueError: some of the weights are float32, and others in 16 bits.
     """
     grads, weights, first, second = tensor_lists
     wide = [weight if weight.dtype == torch.float32 else weight.float() for weight in weights]

@@ -10,11 +10,11 @@ from lightning_ptdp.kernels import accumulate_weight_gradient
 
 @torch.no_grad()
 def wgrad_gemm_accum_fp32(input: Tensor, d_output: Tensor, main_grad: Tensor) -> None:
-    """main_grad [h_out, h_in] float32 += d_output^T input; leading dims count as one."""
+    """Add d_output^T input to main_grad, [h_out, h_in] in float32; the leading dims of both count as one."""
     accumulate_weight_gradient(main_grad, d_output, input)
 
 
 @torch.no_grad()
 def wgrad_gemm_accum_fp16(input: Tensor, d_output: Tensor, main_grad: Tensor) -> None:
-    """As `wgrad_gemm_accum_fp32`, with a 16-bit main_grad."""
+    """Do the same as `wgrad_gemm_accum_fp32`, with a 16-bit main_grad."""
     accumulate_weight_gradient(main_grad, d_output, input)

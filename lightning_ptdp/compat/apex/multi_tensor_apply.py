@@ -1,4 +1,4 @@
-"""apex.multi_tensor_apply: calls an operation of amp_C on lists of tensors."""
+"""apex.multi_tensor_apply, which calls an operation of amp_C on lists of tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm by Apex's names: apex.normalization and apex.normalization.fused_layer_norm."""
+"""LayerNorm and RMSNorm under Apex's names, as apex.normalization and apex.normalization.fused_layer_norm have them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightning_ptdp.nn import LayerNorm, RMSNorm
 
 
 class FusedLayerNorm(LayerNorm):
-    """apex.normalization.FusedLayerNorm."""
+    """LayerNorm with the arguments of apex.normalization.FusedLayerNorm."""
 
     def __init__(
         self,
@@ -26,7 +26,7 @@ class FusedLayerNorm(LayerNorm):
 
 
 class FusedRMSNorm(RMSNorm):
-    """apex.normalization.FusedRMSNorm."""
+    """RMSNorm with the arguments of apex.normalization.FusedRMSNorm."""
 
     def __init__(
         self,
@@ -39,14 +39,14 @@ class FusedRMSNorm(RMSNorm):
 
 
 class MixedFusedLayerNorm(FusedLayerNorm):
-    """As FusedLayerNorm, with the output in the weight's dtype."""
+    """FusedLayerNorm whose output has the weight's dtype."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x).to(self.weight.dtype)
 
 
 class MixedFusedRMSNorm(FusedRMSNorm):
-    """As FusedRMSNorm, with the output in the weight's dtype."""
+    """FusedRMSNorm whose output has the weight's dtype."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x).to(self.weight.dtype)
@@ -64,7 +64,7 @@ class FusedLayerNormAffineFunction:
         eps: float,
         memory_efficient: bool = False,
     ) -> Tensor:
-        """LayerNorm over the last dims, which normalized_shape names."""
+        """Compute LayerNorm over the last dims, which normalized_shape gives."""
         flat = _flatten(input, normalized_shape)
         y = layer_norm(flat, weight.reshape(-1), bias.reshape(-1), eps, memory_efficient=memory_efficient)
         return y.view(input.shape)
@@ -77,12 +77,13 @@ class FusedRMSNormAffineFunction:
     def apply(
         input: Tensor, weight: Tensor, normalized_shape: Sequence[int], eps: float, memory_efficient: bool = False
     ) -> Tensor:
-        """RMSNorm over the last dims, which normalized_shape names."""
+        """Compute RMSNorm over the last dims, which normalized_shape gives."""
         flat = _flatten(input, normalized_shape)
         return rms_norm(flat, weight.reshape(-1), eps, memory_efficient=memory_efficient).view(input.shape)
 
 
 def _flatten(input: Tensor, normalized_shape: Sequence[int]) -> Tensor:
+    """Join the normalized dims into one, and all dims before them into another."""
     last = tuple(normalized_shape)
     if tuple(input.shape[input.ndim - len(last) :]) != last:
         raise ValueError(f"normalized_shape names the last dims; got {last} for an input {tuple(input.shape)}")

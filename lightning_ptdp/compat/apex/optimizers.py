@@ -1,4 +1,4 @@
-"""Adam over lists of tensors: apex.optimizers.FusedAdam."""
+"""apex.optimizers.FusedAdam: Adam over lists of tensors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class FusedAdam(Optimizer):
     step, exp_avg, exp_avg_sq; with master_weights also master, the float32 weight of a 16-bit parameter.
 
     Args:
-        params, lr, betas, eps, weight_decay: as torch.optim.AdamW.
+        params: as torch.optim.AdamW; so are lr, betas, eps and weight_decay.
         bias_correction: divide moments by 1 - beta^step.
         adam_w_mode: decay the weight itself; else add it to the gradient.
         set_grad_none: `zero_grad` removes gradients.
@@ -64,7 +64,7 @@ class FusedAdam(Optimizer):
         self.master_weights = master_weights
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies and pickles, which would else have no options of its own."""
+        """Give copies and pickles the options of this class, which torch's own state leaves out."""
         own = ("adam_w_mode", "set_grad_none", "master_weights")
         return {**super().__getstate__(), **{name: getattr(self, name) for name in own}}
 
@@ -73,7 +73,7 @@ class FusedAdam(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step; `closure` recomputes the loss, which is returned."""
+        """Take a step; `closure` recomputes the loss, which is returned."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -83,7 +83,10 @@ class FusedAdam(Optimizer):
         return loss
 
     def _step_group(self, group: dict[str, Any]) -> None:
-        """Everything is looked up anew in each step, so that parameters and states may be exchanged between steps."""
+        """Step the parameters of a group that have a gradient.
+
+        Everything is looked up anew in each step, so that parameters and states may be exchanged between steps.
+        """
         grads = [grad for p in group["params"] if (grad := p.grad) is not None]
         if any([grad.is_sparse for grad in grads]):  # noqa: C419  a list is faster, and there may be thousands
             raise ValueError("FusedAdam takes dense gradients; use torch.optim.SparseAdam for sparse ones")
@@ -102,6 +105,7 @@ class FusedAdam(Optimizer):
             self._update(group, [parameters[i] for i in at], [grads[i] for i in at], [states[i] for i in at], step)
 
     def _start(self, parameter: Tensor) -> dict[str, Any]:
+        """Make the state of a parameter that takes its first step."""
         state: dict[str, Any] = self.state[parameter]
         wide = torch.promote_types(parameter.dtype, torch.float32)
         state["step"] = torch.tensor(0.0)
@@ -119,7 +123,7 @@ class FusedAdam(Optimizer):
         states: list[dict[str, Any]],
         step: float,
     ) -> None:
-        """Let parameters of one dtype and device take their step of the same number."""
+        """Step parameters of one dtype and device that have taken the same number of steps."""
         weights, copies = parameters, []
         if parameters[0].dtype.itemsize == 2:
             weights = [s["master"] if "master" in s else p.float() for p, s in zip(parameters, states, strict=True)]

@@ -11,11 +11,11 @@ from lightning_ptdp.kernels.softmax import softmax_gradient
 
 @torch.no_grad()
 def forward(x: Tensor, scale: float | Tensor) -> Tensor:
-    """x: [..., queries, keys]."""
+    """Compute softmax(scale * x) over the last dim; x: [..., queries, keys]."""
     return scaled_softmax(x, float(scale))
 
 
 @torch.no_grad()
 def backward(grad: Tensor, y: Tensor, scale: float | Tensor) -> Tensor:
-    """The gradient of x, from that of the output y."""
+    """Compute the gradient of x, from that of the output y."""
     return softmax_gradient(grad, y, float(scale))
