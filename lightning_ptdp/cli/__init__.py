@@ -1,4 +1,4 @@
-"""The command `ptdp`."""
+"""The command `ptdp`, whose subcommands are in the files of this folder."""
 
 from .main import main
 

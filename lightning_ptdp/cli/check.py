@@ -1,4 +1,4 @@
-"""`ptdp check`: the first batch of a configuration, whole and as the layout splits it."""
+"""`ptdp check`, which runs the first batch of a configuration in one process and as the layout splits it."""
 
 import warnings
 from collections.abc import Sequence
@@ -54,7 +54,7 @@ ONE_BATCH: dict[str, Any] = {
 
 
 class BatchChecked(Exception):  # noqa: N818  a success is told, too
-    """Ends a run before its first step, with what was found."""
+    """Raised to end a run before its first step; carries the report."""
 
     def __init__(self, report: Report) -> None:
         super().__init__(str(report))
@@ -102,7 +102,7 @@ class CheckCommand(LightningCLI):
         return super().instantiate_trainer(**kwargs, **ONE_BATCH, callbacks=[check])
 
     def _wanted(self) -> ParallelConfig:
-        """The layout of the configuration's strategy, and what the options change of it."""
+        """Read the configuration's strategy, and change what the options of the command say."""
         strategy = self.config_init["trainer"]["strategy"]
         strategy = PTDPStrategy() if strategy == "ptdp" else strategy
         config = strategy.config if isinstance(strategy, PTDPStrategy) else ONE_PROCESS
@@ -112,7 +112,7 @@ class CheckCommand(LightningCLI):
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Check what the arguments configure; returns 0 where the layout computes what one process computes, else 1."""
+    """Check what the arguments configure; returns 0 if the layout computes what one process computes, else 1."""
     warnings.filterwarnings("ignore", message=".*does not have many workers.*")
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"(torch|lightning)\.")
     command = CheckCommand(

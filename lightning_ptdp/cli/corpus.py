@@ -1,4 +1,4 @@
-"""`ptdp data`: prepare a corpus as training would, and say what came out."""
+"""`ptdp data`, which prepares a corpus as training would, and says what came out."""
 
 from lightning_ptdp.data import TextDataModule, num_sequences
 from lightning_ptdp.data.preparation import Part

@@ -1,4 +1,4 @@
-"""`ptdp export`: a checkpoint as one ordinary file, or as a folder of Hugging Face's form."""
+"""`ptdp export`, which turns a checkpoint into one ordinary file, or into a folder of Hugging Face's form."""
 
 import inspect
 import sys
@@ -37,7 +37,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def export(options: Namespace) -> None:
-    """Export by options that were parsed."""
+    """Export what parsed options say."""
     source, target = Path(options.ckpt), Path(options.out)
     usual: dict[str, Any] = {"trusted": options.trusted, "force": options.force, "track": _track}
     if options.to == "file":
@@ -55,7 +55,7 @@ def export(options: Namespace) -> None:
 
 
 def find_module(path: str) -> Callable[[], nn.Module]:
-    """A class or function by its dotted path.
+    """Import a class or function by its dotted path.
 
     Raises:
         ValueError: there is none.
@@ -74,7 +74,16 @@ def find_module(path: str) -> Callable[[], nn.Module]:
 
 
 def tokenizer_for(source: Path, given: str | None, *, trusted: bool) -> Any:
-    """The tokenizer to go with the model, of transformers: a given one, else that of TextDataModule, else None."""
+    """Find the tokenizer that goes with the exported model.
+
+    Args:
+        source: the checkpoint.
+        given: a tokenizer's folder or tokenizer.json that the user names, if any.
+        trusted: whether the checkpoint may be read in a way that runs code which it names.
+
+    Returns:
+        A tokenizer of transformers: the given one, else that of TextDataModule in the checkpoint, else None.
+    """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     if given is not None and Path(given).is_dir():

@@ -1,4 +1,4 @@
-"""`ptdp generate`: continue a text with a checkpoint of the GPT recipe, in one process."""
+"""`ptdp generate`, which continues a text with a checkpoint of the GPT recipe, in one process."""
 
 import logging
 from importlib import import_module
@@ -56,7 +56,7 @@ def generate(
 
 
 def in_memory(checkpoint: dict[str, Any]) -> BytesIO:
-    """A checkpoint as a file, for readers that take nothing else."""
+    """Write a checkpoint into a file in memory, for readers that take nothing else."""
     stream = BytesIO()
     torch.save(checkpoint, stream)
     stream.seek(0)
@@ -64,10 +64,10 @@ def in_memory(checkpoint: dict[str, Any]) -> BytesIO:
 
 
 def tokenizer_of(checkpoint: dict[str, Any], path: Path) -> Tokenizer:
-    """The tokenizer that TextDataModule left in the checkpoint.
+    """Take the tokenizer that TextDataModule left in a checkpoint.
 
     Raises:
-        ValueError: it was trained with another data module.
+        ValueError: the checkpoint comes from a run with another data module.
     """
     state = checkpoint.get(TextDataModule.__qualname__)
     if state is None:
@@ -79,12 +79,12 @@ def tokenizer_of(checkpoint: dict[str, Any], path: Path) -> Tokenizer:
 
 
 def encode_prompt(tokenizer: Tokenizer, prompt: str) -> list[int]:
-    """The tokens of a document's beginning: each document follows an end of text."""
+    """Encode the beginning of a document; as in training, an end of text stands before it."""
     tokenizer.encode_special_tokens = True
     return [end_of_text(tokenizer), *tokenizer.encode(prompt, add_special_tokens=False).ids]
 
 
 def continuation(tokenizer: Tokenizer, ids: list[int]) -> str:
-    """The text of drawn tokens up to the end of the document."""
+    """Decode drawn tokens up to the end of the document."""
     end = end_of_text(tokenizer)
     return str(tokenizer.decode(ids[: ids.index(end)] if end in ids else ids))

@@ -1,4 +1,4 @@
-"""`ptdp kernels` and `ptdp doctor`: what runs compiled here, and what the machine has."""
+"""`ptdp kernels` and `ptdp doctor`, which say what runs compiled here, and what the machine has."""
 
 import platform
 from importlib.metadata import PackageNotFoundError, version

@@ -1,4 +1,4 @@
-"""`ptdp NAME ...`: one table of subcommands, each a plain function whose signature and docstring are its options."""
+"""The command `ptdp`: one table of subcommands, each a plain function whose signature and docstring are its options."""
 
 import logging
 import sys
@@ -15,10 +15,13 @@ from .terminal import say
 
 @dataclass(frozen=True)
 class Command:
-    """A subcommand: what the overview says of it, and the function behind it as "module:name".
+    """A subcommand.
 
-    parses_itself: the function takes the list of arguments and returns the exit status; else its signature is the
-    options.
+    Attributes:
+        summary: what the overview says of it.
+        target: the function behind it, as "module:name".
+        parses_itself: whether the function takes the list of arguments and returns the exit status. If not, its
+            parameters are the options.
     """
 
     summary: str
@@ -92,7 +95,7 @@ def with_underscores(arguments: Sequence[str]) -> list[str]:
 
 
 def overview() -> str:
-    """What `ptdp` says when it's asked for nothing."""
+    """Write what `ptdp` says when it's asked for nothing: its commands."""
     lines = [f"  {name:<10} {summary}" for name, summary in TRAINER_COMMANDS.items()]
     lines += [f"  {name:<10} {command.summary}" for name, command in COMMANDS.items()]
     return "\n".join(

@@ -1,4 +1,4 @@
-"""Says what training is doing, for whom no progress bar can be drawn too."""
+"""Logs what training is doing, also where no progress bar can be drawn."""
 
 import logging
 import sys
@@ -49,11 +49,11 @@ class Phases(Callback):
 
 
 def as_text(metrics: Mapping[str, float | int | str]) -> str:
-    """Metrics for a line of text: "train_loss 4.171, val_loss 4.558"."""
+    """Write metrics as a line of text: "train_loss 4.171, val_loss 4.558"."""
     shown = {name: f"{value:.3f}" if isinstance(value, float) else str(value) for name, value in metrics.items()}
     return ", ".join(f"{name} {value}" for name, value in shown.items() if name != "v_num")
 
 
 def written_by(callback: Any) -> str:
-    """The newest file of a checkpoint callback, empty if it has none or doesn't tell."""
+    """Find the newest file of a checkpoint callback; "" if it has none or doesn't tell."""
     return (callback.last_model_path or callback.best_model_path) if isinstance(callback, ModelCheckpoint) else ""

@@ -1,4 +1,4 @@
-"""`ptdp recipes`: the configurations that come with the package."""
+"""`ptdp recipes`, which lists the configurations that come with the package."""
 
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,7 +16,7 @@ def list_recipes() -> None:
 
 
 def bundled_recipes() -> dict[str, Path]:
-    """Name ("gpt/tiny") -> YAML file of every bundled configuration."""
+    """Find the YAML file of every bundled configuration, by name ("gpt/tiny")."""
     spec = find_spec("lightning_ptdp.recipes")
     folders = [Path(folder) for folder in spec.submodule_search_locations or ()] if spec is not None else []
     files = sorted(file for folder in folders for file in folder.glob("*/configs/*.yaml"))
@@ -24,11 +24,11 @@ def bundled_recipes() -> dict[str, Path]:
 
 
 def recipe_path(name: str) -> Path | None:
-    """The file of a bundled configuration, None if there is none of that name."""
+    """Find the file of a bundled configuration; None if there is none of that name."""
     return bundled_recipes().get(name.removesuffix(".yaml"))
 
 
 def describe(path: Path) -> str:
-    """The first comment line of a configuration."""
+    """Read the first comment line of a configuration, which says what it is."""
     first = path.read_text().splitlines()[0]
     return first.removeprefix("#").strip()

@@ -1,4 +1,4 @@
-"""What commands write for people to read: text and tables on standard output."""
+"""Writes what people read: text and tables on standard output."""
 
 import sys
 from collections.abc import Sequence

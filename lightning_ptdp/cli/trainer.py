@@ -1,4 +1,4 @@
-"""`ptdp fit | validate | test | predict`: LightningCLI, with bundled recipes by name and a word at each phase."""
+"""`ptdp fit | validate | test | predict`, which are LightningCLI, with bundled recipes by name and a log of phases."""
 
 import warnings
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from .recipes import recipe_path
 
 
 class TrainerCommand(LightningCLI):
-    """LightningCLI that says what it does. Any LightningModule and LightningDataModule, by class path."""
+    """LightningCLI that takes any LightningModule and LightningDataModule, by class path, and logs its phases."""
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
         """Parse the arguments given, which are those of the process with recipes replaced by their paths."""
