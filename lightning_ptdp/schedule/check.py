@@ -42,9 +42,9 @@ def check(program: Program, *, max_live: Sequence[int] | None = None) -> None:
 
 
 def live_activations(program: Program) -> list[int]:
-    """For each rank the most stage inputs it holds at once, each from its forward to its backward.
+    """Count for each rank the most stage inputs that it holds at once, each from its forward to its backward.
 
-    All 0 in a forward-only program: nothing is kept for a backward.
+    All are 0 in a forward-only program, which keeps nothing for a backward.
     """
     if not trains(program):
         return [0] * len(program)
@@ -52,7 +52,7 @@ def live_activations(program: Program) -> list[int]:
 
 
 def _live(steps: Sequence[Action]) -> list[int]:
-    """Stage inputs held after each step."""
+    """Count the stage inputs held after each step."""
     held, after = 0, []
     for action in steps:
         held += (action.op is Op.FORWARD) - (action.op is Op.BACKWARD)
@@ -76,7 +76,7 @@ def _check_placement(program: Program, needs: Mapping[Track, tuple[Track, ...]],
 
 
 def _check_complete(program: Program, needs: Mapping[Track, tuple[Track, ...]]) -> None:
-    """Every track that the program must have runs all m microbatches."""
+    """Check that every track that the program must have runs all m microbatches."""
     lengths = track_lengths(program)
     m = max(lengths.values())
     skipped = () if trains(program) else (Op.BACKWARD, Op.SEND_GRADIENT, Op.RECV_GRADIENT)
@@ -90,7 +90,7 @@ def _check_complete(program: Program, needs: Mapping[Track, tuple[Track, ...]]) 
 
 
 def _check_wires(program: Program, stages: int) -> None:
-    """The n-th send from one rank to another is what the other receives n-th from it."""
+    """Check that the n-th send from one rank to another is what the other receives n-th from it."""
     p = len(program)
     receive_of = wires(stages)
     send_of = {receive: send for send, receive in receive_of.items()}

@@ -1,4 +1,4 @@
-"""Draws a program, or the spans of a plan or a run, as text and as SVG."""
+"""Draws a program, or the spans of a prediction or of a run, as text and as SVG."""
 
 import statistics
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from lightning_ptdp.schedule.timing import bubble_share, makespan, unit_spans
 
 
 def text(drawn: Program | Sequence[Span]) -> str:
-    """One line a rank, time to the right: a forward is its microbatch's number, a backward has it in parentheses.
+    """Draw a line for each rank, time to the right: a forward is its microbatch's number, a backward (its number).
 
     Chunks are letters behind the number (`3b`) if there are several; dots are idle time. A forward of median length
     is as wide as its label, so of a measured run shorter actions lose the end of theirs.
@@ -45,7 +45,7 @@ _IDLE, _INK = "#e6e6e6", "#1a1a1a"
 
 
 def svg(drawn: Program | Sequence[Span], *, name: str = "") -> str:
-    """A picture as in figures 3 and 4 of the paper (SC'21), complete in itself.
+    """Draw a picture as in figures 3 and 4 of the paper (SC'21), complete in itself.
 
     Forwards are blue and backwards green, later chunks lighter; idle time is grey; numbers are microbatches. The
     line below the title tells p, m, v and the bubble; `name` is the title.

@@ -34,7 +34,7 @@ def choose(schedule: str = "auto", *, pipeline_parallel_size: int, virtual_pipel
 def generate(
     schedule: str, *, pipeline_parallel_size: int, num_microbatches: int, virtual_pipeline_size: int = 1
 ) -> Program:
-    """The program of a schedule: forwards and backwards, without messages (`lower` adds them).
+    """Make the program of a schedule: forwards and backwards, without messages (`lower` adds them).
 
     Args:
         schedule: one of SCHEDULES, or "forward_only".
@@ -103,7 +103,7 @@ def forward_only(*, p: int, m: int, v: int = 1) -> Program:
 
 
 def max_live(schedule: str, *, p: int, m: int, v: int, rank: int) -> int:
-    """Most stage inputs that a rank holds at once, from their forward to their backward; the bound is reached.
+    """Bound the stage inputs that a rank holds at once, from their forward to their backward; the bound is reached.
 
     p: pipeline ranks. m: microbatches. v: chunks a rank. rank: pipeline rank, 0..p-1.
 

@@ -1,4 +1,4 @@
-"""One order in which all ranks can run a program, or the news that there is none."""
+"""Finds one order in which all ranks can run a program, or proves that there is none."""
 
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -8,7 +8,7 @@ from lightning_ptdp.schedule.tracks import Track
 
 
 def track_lengths(program: Program) -> dict[Track, int]:
-    """How many microbatches each track of the program runs.
+    """Count the microbatches that each track of a program runs.
 
     Raises:
         ValueError: a track does not run microbatches 0, 1, 2, ... in this order, each once.

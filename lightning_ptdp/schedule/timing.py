@@ -1,4 +1,4 @@
-"""When each action of a program runs, given what actions cost."""
+"""Tells when each action of a program runs, given what actions cost."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable
@@ -61,7 +61,7 @@ def unit_spans(program: Program, *, forward: float = 1.0, backward: float = 2.0,
 
 
 def makespan(spans: Iterable[Span]) -> float:
-    """Time from the first start to the last end. At least one span."""
+    """Time from the first start to the last end of spans, of which there is at least one."""
     spans = tuple(spans)
     return max(span.end for span in spans) - min(span.start for span in spans)
 
@@ -69,7 +69,9 @@ def makespan(spans: Iterable[Span]) -> float:
 def bubble_share(spans: Iterable[Span]) -> float:
     """Idle time of all ranks over their compute time (the ideal time), as the paper defines it.
 
-    At least one span of a duration above 0. Of the total time it is x / (1 + x). Source: SC'21 section 2.2.
+    At least one span must have a duration above 0. If this is x, the idle part of all time is x / (1 + x).
+
+    Source: SC'21 section 2.2.
     """
     spans = tuple(span for span in spans if span.action.op in COMPUTE)
     compute = sum(span.duration for span in spans)

@@ -1,4 +1,4 @@
-"""What waits for what. A *track* is one op on one stage: the actions 2F0, 2F1, ..., which run in this order.
+"""Says what waits for what. A *track* is one op on one stage: the actions 2F0, 2F1, ..., which run in this order.
 
 So an order between actions is an order between tracks: microbatch i of one waits for microbatch i of another.
 
@@ -12,16 +12,16 @@ Neighbouring stages share a rank only if there is a single rank; then nothing cr
 from lightning_ptdp.schedule.action import COMPUTE, Action, Op, Program
 
 Track = tuple[Op, int]
-"""(op, stage)."""
+"""A track, as (op, stage)."""
 
 
 def num_stages(program: Program) -> int:
-    """Stages of the whole pipeline, p * v; 0 for a program without actions."""
+    """Count the stages of the pipeline, p * v; 0 for a program without actions."""
     return max((action.stage for steps in program for action in steps), default=-1) + 1
 
 
 def compute_only(program: Program) -> Program:
-    """The program without its messages: what `lower` was given."""
+    """Leave the messages out of a program: what `lower` was given."""
     return tuple(tuple(action for action in steps if action.op in COMPUTE) for steps in program)
 
 
