@@ -1,4 +1,4 @@
-"""How a module lies on the ranks: sizes, stages and shards, worked out before anything is changed."""
+"""Works out how a module will lie on the ranks: sizes, stages and shards, before anything is changed."""
 
 from __future__ import annotations
 
@@ -21,17 +21,22 @@ from lightning_ptdp.tensor_parallel.placement import Placement, place, with_sequ
 from lightning_ptdp.tensor_parallel.plan import check_plan, find_plan, suggestion
 from lightning_ptdp.topology import Topology
 
-STATE_BYTES = 16  # a parameter: float32 weight and gradient, two moments of Adam
-STATE_FRACTION = 0.6  # of a device's memory; the rest is for activations
+STATE_BYTES = 16  # bytes a parameter takes: float32 weight and gradient, two moments of Adam
+STATE_FRACTION = 0.6  # the part of a device's memory that weights and states may take; the rest is for activations
 
 _ATTRIBUTE = "_ptdp_layout"
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A module's place on the ranks. recompute: None where nothing is recomputed.
+    """How a module lies on the ranks.
 
-    num_stages: p * v. With faults of the partition that is more than the stages that there are.
+    Attributes:
+        topology: the sizes t, p and d.
+        num_stages: p * v, also if the module could not be cut into so many (a fault) and `partition` has one stage.
+        partition: which stage owns what.
+        placement: how tensor peers split each layer.
+        recompute: what recomputes; None if nothing does.
     """
 
     topology: Topology
@@ -42,18 +47,18 @@ class Layout:
 
 
 def layout_of(module: nn.Module) -> Layout | None:
-    """The layout that a module was set up in before."""
+    """Look up the layout that an earlier run has split a module for; None if it is whole."""
     found: Layout | None = module.__dict__.get(_ATTRIBUTE)
     return found
 
 
 def remember(module: nn.Module, layout: Layout) -> None:
-    """Note a layout on the module that is about to be set up in it."""
+    """Note on a module the layout that it is about to be split for."""
     module.__dict__[_ATTRIBUTE] = layout
 
 
 def describe(layout: Layout, config: ParallelConfig) -> str:
-    """A layout in a line, for the start of a run."""
+    """Describe a layout in a line, for the start of a run."""
     topology, cut = layout.topology, layout.partition
     sizes = (
         f"PTDPStrategy: tensor {topology.tensor_parallel_size} x pipeline {topology.pipeline_parallel_size} x data "
@@ -73,9 +78,17 @@ def describe(layout: Layout, config: ParallelConfig) -> str:
 
 
 def lay_out(module: nn.Module, config: ParallelConfig, topology: Topology) -> tuple[Layout, list[str]]:
-    """The layout of a whole module, and what is wrong with it, a sentence each.
+    """Work out the layout of a module.
 
-    A module that was set up before keeps its layout, and asking for another is a fault.
+    A module that an earlier run has split keeps its layout, and asking for another is a fault.
+
+    Args:
+        module: the user's, on every rank.
+        config: what the user asks for.
+        topology: the sizes.
+
+    Returns:
+        The layout, and a sentence for each fault. With faults, the layout is what can be said all the same.
     """
     chunks = config.virtual_pipeline_size if isinstance(config.virtual_pipeline_size, int) else 1
     stages = topology.pipeline_parallel_size * max(1, chunks)
@@ -106,7 +119,7 @@ def lay_out(module: nn.Module, config: ParallelConfig, topology: Topology) -> tu
 
 
 def _recomputation(module: nn.Module, config: ParallelConfig, cut: Partition) -> tuple[Choice | None, list[str]]:
-    """What recomputes; faults of the configuration itself are told elsewhere."""
+    """Choose what recomputes; returns faults, except those of the configuration itself, which are told elsewhere."""
     if config.recompute == "none" or config.recompute_faults():
         return None, []
     try:
@@ -125,6 +138,11 @@ def _recomputation(module: nn.Module, config: ParallelConfig, cut: Partition) ->
 
 
 def _blocks_of_stages(module: nn.Module, config: ParallelConfig, cut: Partition) -> list[list[str]]:
+    """List the full names of the blocks of each stage.
+
+    Raises:
+        ValueError: the module has no list of blocks.
+    """
     if cut.num_stages > 1:
         names = [f"{cut.blocks}.{name}" for name in cut.block_names]
         return [names[low:high] for low, high in pairwise(cut.bounds)]
@@ -139,6 +157,7 @@ def _blocks_of_stages(module: nn.Module, config: ParallelConfig, cut: Partition)
 
 
 def _was_split(known: Layout, topology: Topology, stages: int) -> str:
+    """Say that a module is split already, for other sizes than a run asks for."""
     return (
         f"the module was split for tensor_parallel_size={known.topology.tensor_parallel_size} and {known.num_stages} "
         f"stages by an earlier run, and each rank holds only its part; this run asks for "
@@ -148,6 +167,7 @@ def _was_split(known: Layout, topology: Topology, stages: int) -> str:
 
 
 def _partition(module: nn.Module, config: ParallelConfig, stages: int) -> tuple[Partition, list[str]]:
+    """Cut a module into stages; returns one stage if that is what is asked for, or with faults."""
     if stages == 1:
         return ONE_STAGE, []
     try:
@@ -166,7 +186,7 @@ def _partition(module: nn.Module, config: ParallelConfig, stages: int) -> tuple[
 
 
 def _side_outputs(module: nn.Module) -> list[str]:
-    """Outputs that a model collects from every block beside the activation, which would be the last stage's alone."""
+    """Refuse outputs that a model collects from every block beside the activation: a stage has only its blocks' own."""
     return [
         f"{path or 'the module'} collects the router logits of all its layers (config.output_router_logits), and a "
         "stage has only its own; set config.output_router_logits = False, or use pipeline_parallel_size=1"
@@ -176,6 +196,7 @@ def _side_outputs(module: nn.Module) -> list[str]:
 
 
 def _placement(module: nn.Module, size: int, config: ParallelConfig) -> tuple[Placement, list[str]]:
+    """Split the layers over `size` tensor peers, by the plan that the user gave or the module carries."""
     if size == 1:
         return Placement(), []
     given = config.tensor_parallel_plan
@@ -212,10 +233,20 @@ def choose_model_parallel(
     devices_per_node: int,
     device_bytes: int,
 ) -> tuple[int, int]:
-    """The (t, p) for sizes left to "auto": the smallest t * p whose weights and states leave room for activations.
+    """Choose (t, p) for sizes left to "auto": the smallest t * p whose weights and states leave room for activations.
 
-    t grows first, up to the devices of a node, where the module's plan and heads allow it; then p (the takeaways of
-    SC'21 section 3). Where nothing fits, the largest that divides the processes.
+    t grows first, up to the devices of a node, as far as the module's plan and heads allow it; then p (the takeaways of
+    SC'21 section 3). If nothing fits, it is the largest t * p that divides the number of processes.
+
+    Args:
+        module: whole.
+        config: what the user asks for; sizes that are numbers stay.
+        world_size: number of processes.
+        devices_per_node: an upper bound of t.
+        device_bytes: memory of each device.
+
+    Returns:
+        (t, p).
     """
     if any(map(is_lazy, module.parameters())):
         return (1, 1)  # which `lay_out` refuses
@@ -243,6 +274,7 @@ def choose_model_parallel(
 
 
 def _num_blocks(module: nn.Module, config: ParallelConfig) -> int:
+    """Count the blocks of a module; 1 if none are found."""
     try:
         return sum(1 for _ in module.get_submodule(find_blocks(module, config.pipeline_blocks)).children())
     except ValueError:
@@ -250,7 +282,7 @@ def _num_blocks(module: nn.Module, config: ParallelConfig) -> int:
 
 
 def memory_of(device: torch.device, processes_per_node: int) -> int:
-    """Bytes of memory that a rank may count on: its device's, or its share of the host's."""
+    """Bytes of memory that a rank may count on: its GPU's, or an equal part of the host's for each process there."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // processes_per_node
