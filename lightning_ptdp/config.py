@@ -1,7 +1,7 @@
-"""What a user asks of the strategy: one frozen value that checks itself.
+"""What a user asks of the strategy, as one frozen value that checks itself.
 
-``ParallelConfig`` holds the request (sizes may be "auto"); ``resolve`` turns it into a :class:`Topology` for a number
-of processes. Faults are collected, never raised one by one: a user sees every wrong setting at once.
+`ParallelConfig` holds the request, in which sizes may be "auto"; `resolve` turns it into a `Topology` for a number of
+processes. Faults are collected and returned, not raised one by one, so that a user sees every wrong setting at once.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def divisors(number: int) -> list[int]:
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
-    """Every setting of `PTDPStrategy`, whose docstring tells what each means, but those of all Lightning strategies.
+    """The settings of `PTDPStrategy`, whose docstring tells what each means, except those that all strategies have.
 
     Sizes may be "auto": `resolve` fills them in for a number of processes. Nothing is checked on construction; `faults`
     lists what is wrong.
@@ -73,7 +73,7 @@ class ParallelConfig:
 
     @classmethod
     def among(cls, values: Mapping[str, Any]) -> ParallelConfig:
-        """The configuration that is among other named values, which are passed over."""
+        """Make a configuration of those of the named values that are settings; the others are passed over."""
         return cls(**{setting.name: values[setting.name] for setting in fields(cls)})
 
     @property
@@ -84,7 +84,11 @@ class ParallelConfig:
         return tuple(self.save_on_signal) if isinstance(self.save_on_signal, list | tuple) else ()
 
     def faults(self, schedules: Sequence[str]) -> list[str]:
-        """Every setting that is wrong whatever the number of processes, a sentence each."""
+        """Find what is wrong whatever the number of processes; returns a sentence for each fault.
+
+        Args:
+            schedules: names of the schedules that there are.
+        """
         found = []
         for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "micro_batch_size"):
             found += _count_fault(name, getattr(self, name), allowed="auto")
@@ -118,7 +122,7 @@ class ParallelConfig:
         return found
 
     def module_faults(self) -> list[str]:
-        """What is wrong with the names of modules and with the plan by themselves, a sentence each."""
+        """Find what is wrong with names of modules and with the plan before a module is looked at; a sentence each."""
         found = []
         if self.tensor_parallel_plan is not None and not _is_plan(self.tensor_parallel_plan):
             found.append(
@@ -139,7 +143,10 @@ class ParallelConfig:
         return found
 
     def without_module_faults(self) -> ParallelConfig:
-        """The same, with None or nothing where a name of a module or the plan is of the wrong kind."""
+        """Return the same with names of modules and the plan left out if they are not of the right type.
+
+        So a module can be searched for further faults; `module_faults` tells of these.
+        """
         return replace(
             self,
             tensor_parallel_plan=self.tensor_parallel_plan if _is_plan(self.tensor_parallel_plan) else None,
@@ -150,7 +157,7 @@ class ParallelConfig:
         )
 
     def _signal_faults(self) -> list[str]:
-        """Signals that no process can take."""
+        """Find what is wrong with `save_on_signal`."""
         if not isinstance(self.save_on_signal, bool | list | tuple):
             return [f"save_on_signal must be True, False or a list of signals; got {self.save_on_signal!r}"]
         possible = signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}
@@ -158,7 +165,7 @@ class ParallelConfig:
         return [f"save_on_signal must name signals that a process can handle, got {strange}"] if strange else []
 
     def split_faults(self) -> list[str]:
-        """What is wrong with `pipeline_split` by itself, a sentence each."""
+        """Find what is wrong with `pipeline_split` before a module is looked at; returns a sentence for each fault."""
         if self.pipeline_split is None:
             return []
         if not isinstance(self.pipeline_split, list | tuple):
@@ -176,7 +183,7 @@ class ParallelConfig:
         return []
 
     def recompute_faults(self) -> list[str]:
-        """What is wrong with the settings of recomputation by themselves, a sentence each."""
+        """Find what is wrong with the settings of recomputation before a module is looked at; a sentence each."""
         found = _choice_fault("recompute", self.recompute, RECOMPUTE)
         found += _count_fault("recompute_every", self.recompute_every)
         if not _are_block_counts(self.recompute_layers):
@@ -192,6 +199,7 @@ class ParallelConfig:
         return found or self._recompute_conflicts()
 
     def _recompute_conflicts(self) -> list[str]:
+        """Find settings of recomputation that contradict each other."""
         found = []
         layers = self.recompute_layers
         sizes = self.pipeline_parallel_size, self.virtual_pipeline_size
@@ -220,11 +228,15 @@ class ParallelConfig:
         return found
 
     def resolve(self, world_size: int, model_parallel: tuple[int, int] = (1, 1)) -> tuple[Topology, list[str]]:
-        """Fill in the automatic sizes for `world_size` processes.
+        """Fill in the sizes that were left to "auto".
 
-        model_parallel: the (t, p) to take where the user left "auto".
+        Args:
+            world_size: number of processes.
+            model_parallel: the (t, p) to take for those that are "auto".
 
-        Returns the topology and the faults found; with faults the topology is the nearest that can be talked about.
+        Returns:
+            The topology, and a sentence for each fault. With faults it has the sizes that were given, d = 1 if that is
+            "auto", and their product is not the number of processes.
         """
         t = _size(self.tensor_parallel_size, model_parallel[0])
         p = _size(self.pipeline_parallel_size, model_parallel[1])
@@ -248,10 +260,13 @@ class ParallelConfig:
 
 
 def micro_batch_size(requested: int | Auto, batch_size: int, pipeline_parallel_size: int) -> int:
-    """Samples a microbatch for a replica's batch of `batch_size` samples.
+    """Choose the number of samples in a microbatch.
 
-    "auto" is the largest size that gives at least 4 microbatches a pipeline rank, at least 1; without a pipeline there
-    is no bubble to fill, and the batch stays whole.
+    Args:
+        requested: at most so many. "auto" is the largest size that gives at least 4 microbatches a pipeline rank, and
+            at least 1. Without a pipeline there is no bubble to fill, and the batch stays in one piece.
+        batch_size: samples of a replica's batch.
+        pipeline_parallel_size: p.
     """
     if requested != "auto":
         return min(requested, batch_size)
@@ -261,14 +276,19 @@ def micro_batch_size(requested: int | Auto, batch_size: int, pipeline_parallel_s
 
 
 def recompute_every(num_layers: int, input_bytes: float, intermediate_bytes: float) -> int:
-    """The `recompute_every` that needs least memory for the activations of one microbatch on a stage.
+    """Choose the `recompute_every` that needs least memory for the activations of one microbatch on a stage.
 
     With k blocks a group a stage keeps ceil(l / k) * A_input, and while one group is run again k * A_intermediate. The
     least is near k = sqrt(l * A_input / A_intermediate), which is c = l / k = sqrt(l * A_intermediate / A_input)
-    checkpoints (SC'21 section 3.5). Several microbatches in flight multiply A_input.
+    checkpoints (SC'21 section 3.5). If several microbatches are in flight, multiply A_input by their number.
 
-    num_layers: blocks of the stage (l). input_bytes: of a block's input (A_input). intermediate_bytes: what a block
-    saves for backward (A_intermediate).
+    Args:
+        num_layers: blocks of the stage (l).
+        input_bytes: bytes of a block's input (A_input).
+        intermediate_bytes: bytes of what a block saves for backward (A_intermediate).
+
+    Returns:
+        k, from 1 to l.
     """
 
     def needed(k: int) -> float:
@@ -278,13 +298,14 @@ def recompute_every(num_layers: int, input_bytes: float, intermediate_bytes: flo
 
 
 def _size(requested: int | Auto, automatic: int) -> int:
-    """A size to go on with: one that is no size at all is a fault of its own."""
+    """The size to go on with; 1 for a value that is no size at all, which is a fault of its own."""
     if requested == "auto":
         return automatic
     return requested if isinstance(requested, int) and requested >= 1 else 1
 
 
 def _count_fault(name: str, value: object, allowed: object = 1) -> list[str]:
+    """Refuse a value that is neither a whole number of at least 1 nor the one other value that is allowed."""
     if value == allowed or (isinstance(value, int) and not isinstance(value, bool) and value >= 1):
         return []
     also = "" if allowed == 1 else f" or {allowed!r}"
@@ -314,5 +335,6 @@ def _are_names(value: object) -> bool:
 
 
 def _multiples(step: int, near: int) -> str:
+    """Name the multiples of a number next to another one, for a message."""
     below = near // step * step
     return f"{below} or {below + step}" if below else f"{step}"

@@ -1,4 +1,4 @@
-"""Where a rank stands in the grid of tensor x data x pipeline parallelism, and who its peers are.
+"""The grid of tensor x data x pipeline parallelism: where a rank stands in it, and who its peers are.
 
     global rank = ((p - 1 - pipeline) * d + data) * t + tensor
 
@@ -39,38 +39,38 @@ class Topology:
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
     def coordinate(self, rank: int) -> Coordinate:
-        """The position of a global rank."""
+        """Find the position of a global rank."""
         rest, tensor = divmod(rank, self.tensor_parallel_size)
         reversed_pipeline, data = divmod(rest, self.data_parallel_size)
         return Coordinate(tensor=tensor, data=data, pipeline=self.pipeline_parallel_size - 1 - reversed_pipeline)
 
     def rank(self, coordinate: Coordinate) -> int:
-        """The global rank at a position."""
+        """Find the global rank at a position."""
         reversed_pipeline = self.pipeline_parallel_size - 1 - coordinate.pipeline
         return (reversed_pipeline * self.data_parallel_size + coordinate.data) * self.tensor_parallel_size + (
             coordinate.tensor
         )
 
     def tensor_ranks(self, coordinate: Coordinate) -> list[int]:
-        """Global ranks of the tensor peers, by tensor coordinate."""
+        """List the global ranks of the tensor peers of a position, in the order of their tensor coordinate."""
         return [
             self.rank(Coordinate(i, coordinate.data, coordinate.pipeline)) for i in range(self.tensor_parallel_size)
         ]
 
     def data_ranks(self, coordinate: Coordinate) -> list[int]:
-        """Global ranks of the replicas of one shard, by data coordinate."""
+        """List the global ranks that hold the same shard in each replica, in the order of their data coordinate."""
         return [
             self.rank(Coordinate(coordinate.tensor, i, coordinate.pipeline)) for i in range(self.data_parallel_size)
         ]
 
     def pipeline_ranks(self, coordinate: Coordinate) -> list[int]:
-        """Global ranks of one pipeline, from the first stage to the last."""
+        """List the global ranks of one pipeline, from the first stage to the last."""
         return [
             self.rank(Coordinate(coordinate.tensor, coordinate.data, i)) for i in range(self.pipeline_parallel_size)
         ]
 
     def replica_ranks(self, coordinate: Coordinate) -> list[int]:
-        """Global ranks that together hold one replica of the model, ascending."""
+        """List the global ranks that together hold one replica of the model, ascending."""
         return sorted(
             self.rank(Coordinate(tensor, coordinate.data, pipeline))
             for tensor in range(self.tensor_parallel_size)
@@ -78,6 +78,6 @@ class Topology:
         )
 
     def describe(self, rank: int) -> str:
-        """A rank in words, for messages: ``rank 3 (stage rank 0, replica 1, tensor rank 1)``."""
+        """Name a rank in messages: ``rank 3 (pipeline rank 0, replica 1, tensor rank 1)``."""
         at = self.coordinate(rank)
         return f"rank {rank} (pipeline rank {at.pipeline}, replica {at.data}, tensor rank {at.tensor})"
