@@ -1,11 +1,11 @@
-"""Random streams by name: what must agree between ranks agrees, what must differ differs.
+"""Random streams by name, so that ranks draw alike where they must agree, and differently where they must differ.
 
-    before the model     one stream a (step, replica, microbatch), the same on all stages and tensor peers
-    in a stage           one stream a (step, replica, microbatch, stage), the same on tensor peers
-    in a split region    drawn from the stage's stream and the tensor rank
+    before the model     a stream for each (step, replica, microbatch), the same on all stages and tensor peers
+    in a stage           a stream for each (step, replica, microbatch, stage), the same on tensor peers
+    in a split region    a stream for each tensor peer, seeded by a draw from the stage's stream and the tensor rank
 
-Every stream is a function of the run's seed and of these numbers alone, so that resuming, recomputing and the order of
-a schedule change no draw.
+A stream depends on the run's seed and on these numbers alone, so that resuming, recomputing and the order of a schedule
+change no draw.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _MASK = (1 << 64) - 1
 
 
 def mix(*numbers: int) -> int:
-    """A 63-bit seed from a sequence of numbers, each of which changes all of it (SplitMix64)."""
+    """Mix numbers into a 63-bit seed; a change of any bit changes about half of its bits (SplitMix64)."""
     state = 0
     for number in numbers:
         state = (state + (number & _MASK) + 0x9E3779B97F4A7C15) & _MASK
@@ -36,7 +36,7 @@ def mix(*numbers: int) -> int:
 
 
 def generators(device: torch.device) -> tuple[torch.Generator, ...]:
-    """The default generators that operations on `device` and on the host draw from."""
+    """PyTorch's default generators that operations on the host and on `device` draw from."""
     if device.type == "cuda":
         index = device.index if device.index is not None else torch.cuda.current_device()
         return torch.default_generator, torch.cuda.default_generators[index]
@@ -44,7 +44,7 @@ def generators(device: torch.device) -> tuple[torch.Generator, ...]:
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
-    """Where the default generators (PyTorch's, NumPy's, Python's) stand, as plain values for a checkpoint."""
+    """Note where the default generators (PyTorch's, NumPy's, Python's) stand, as plain values for a checkpoint."""
     arrays: Any = numpy.random.get_state()
     kind, keys, *rest = arrays
     return {
@@ -64,17 +64,21 @@ def set_random_state(state: Mapping[str, Any], device: torch.device) -> None:
 
 
 class RandomStreams:
-    """Puts the default generators (PyTorch, NumPy's and Python's) on named streams."""
+    """Puts the default generators (PyTorch's, NumPy's and Python's) on named streams."""
 
     def __init__(self, seed: int, device: torch.device) -> None:
-        """seed: the same on every rank. device: where the rank computes."""
+        """
+        Args:
+            seed: of the run, the same on every rank.
+            device: where the rank computes.
+        """
         self.seed, self._device = seed, device
         self._generators = generators(device)
         self._position: tuple[int, ...] = ()
 
     @contextmanager
     def isolated(self) -> Iterator[None]:
-        """Within, the streams may move the default generators; afterwards these stand where they stood."""
+        """Let the streams move the default generators within the context; afterwards these stand where they stood."""
         state = random_state(self._device)
         try:
             yield
@@ -82,7 +86,11 @@ class RandomStreams:
             set_random_state(state, self._device)
 
     def start(self, *position: int) -> None:
-        """Go to the stream before the model, of (phase, step, replica, microbatch)."""
+        """Put all generators on the stream before the model.
+
+        Args:
+            position: numbers that name it: phase, step, replica, microbatch.
+        """
         self._position = position
         seed = mix(self.seed, *position)
         self._reseed(seed)
@@ -90,7 +98,7 @@ class RandomStreams:
         numpy.random.seed(seed & 0xFFFFFFFF)
 
     def enter_stage(self, stage: int) -> None:
-        """Go on to the stage's own stream."""
+        """Put PyTorch's generators on the stream of a stage, at the position of the last `start`."""
         self._reseed(mix(self.seed, *self._position, 1 + stage))
 
     def _reseed(self, seed: int) -> None:
@@ -108,9 +116,10 @@ def align_random_state(device: torch.device, group: ProcessGroup) -> None:
 
 
 class SplitRegion:
-    """Where activations are split over tensor peers: each draws from a stream of its own, then returns to the shared.
+    """The part of a forward in which tensor peers hold different activations, and so must draw different numbers.
 
-    Its stream is seeded by a draw from the shared one, so that it repeats when that does: in recomputation too.
+    Outside of it all peers are on one common stream. Within it each peer is on a stream of its own, which is seeded by
+    a draw from the common one and by the peer's rank. So it repeats if the common one does, as in recomputation.
     """
 
     def __init__(self, tensor_rank: int, device: torch.device) -> None:
@@ -120,7 +129,10 @@ class SplitRegion:
 
     @property
     def outside(self) -> list[torch.Tensor] | None:
-        """Where the shared stream stands while it is left; None while it is not. Set by who runs a forward again."""
+        """Where the common stream was left; None outside of the region.
+
+        Recomputation sets it: a second forward begins in or out of the region as the first one did.
+        """
         return self._outside
 
     @outside.setter
@@ -128,7 +140,7 @@ class SplitRegion:
         self._outside = states
 
     def enter(self) -> None:
-        """Leave the shared stream; nothing happens where it was left already."""
+        """Leave the common stream for the peer's own; does nothing within the region."""
         if self._outside is not None:
             return
         seed = int(torch.randint(1 << 62, ()))
@@ -137,7 +149,7 @@ class SplitRegion:
             generator.manual_seed(mix(seed, 1 + self._rank))
 
     def leave(self) -> None:
-        """Return to the shared stream."""
+        """Return to the common stream; does nothing outside of the region."""
         if self._outside is None:
             return
         for generator, state in zip(self._generators, self._outside, strict=True):
