@@ -1,4 +1,4 @@
-"""What set-up makes of a module for one call of the Trainer's."""
+"""What a strategy sets up for one call of the Trainer's (fit, validate, ...): a split module, and what works on it."""
 
 from __future__ import annotations
 
@@ -23,10 +23,14 @@ from lightning_ptdp.steps.steps import Steps
 
 @dataclass(frozen=True)
 class Run:
-    """A module, split, and who has to do with it.
+    """What works on a split module during one call of the Trainer's.
 
-    engine: runs its batches. steps: run the user's steps by the engine. whole_groups: of the optimizers. state: of
-    module and optimizers, as checkpoints have it. resuming: keeps and restores random generators and loaders' places.
+    Attributes:
+        engine: runs batches through the module.
+        steps: runs the user's steps by the engine, and merges what they return and log.
+        whole_groups: knows the optimizers' groups of parameters as they are in the whole model.
+        state: reads and writes the state of module and optimizers as checkpoints have it.
+        resuming: saves and restores random generators and the positions of loaders.
     """
 
     engine: Engine
@@ -50,9 +54,14 @@ def make_run(
     deferred: DeferredInit | None,
     former: Run | None,
 ) -> Run:
-    """Split a module and make who has to do with it.
+    """Split a module, and make what works on it.
 
     Args:
+        trainer: whose call it is.
+        module: the user's.
+        layout: how to split it.
+        config: what the user asks for.
+        groups: of this rank.
         device: of this rank.
         seed: of the run's random streams, the same on every rank.
         board: where ranks post the first failure.

@@ -75,7 +75,8 @@ from lightning_ptdp.topology import Topology
 
 log = logging.getLogger(__name__)
 
-_CHECKED_BATCHES = 2  # of a run and of each epoch of training, that the ranks of a replica compare
+# The ranks of a replica compare so many batches at the beginning of a run and of each epoch of training.
+_CHECKED_BATCHES = 2
 
 
 class PTDPStrategy(ParallelStrategy):
@@ -184,7 +185,7 @@ class PTDPStrategy(ParallelStrategy):
 
     @property
     def root_device(self) -> torch.device:
-        """The device of this rank."""
+        """The device on which this rank computes."""
         assert self.parallel_devices is not None, "the Trainer's connector sets the devices"
         return self.parallel_devices[self.local_rank]
 
@@ -211,7 +212,7 @@ class PTDPStrategy(ParallelStrategy):
 
     @property
     def resuming(self) -> Resuming:
-        """What keeps and restores random generators and the loaders' places."""
+        """Saves and restores random generators and the positions of loaders."""
         return self._set_up.resuming
 
     @property
@@ -228,18 +229,20 @@ class PTDPStrategy(ParallelStrategy):
     def is_distributed(self) -> bool:
         """Whether Lightning puts its own sampler into loaders.
 
-        With one replica, ranks read what the user gave; for prediction whole batches are shared out (`loaders`), and
-        Lightning's sampler fails where there are fewer samples than replicas.
+        With one replica, ranks read what the user gave. For prediction each batch goes to one replica (`loaders`), and
+        Lightning's sampler would fail for fewer samples than replicas.
         """
         return not self._predicts and (self._groups is None or self._groups.topology.data_parallel_size > 1)
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Samples are split over the replicas; ranks of one replica see the same."""
+        """Arguments of Lightning's sampler, which splits samples over the replicas; a replica's ranks read the same."""
         return {"num_replicas": self.groups.topology.data_parallel_size, "rank": self.groups.at.data}
 
     def _configure_launcher(self) -> None:
-        """Start processes where nobody else does; a lone one needs no launcher, and so runs in a notebook.
+        """Choose a launcher that starts the processes, unless a scheduler has started them.
+
+        A single process needs no launcher, and so can run in a notebook.
 
         Raises:
             ValueError: a scheduler has started another number of processes than the Trainer was told.
@@ -269,7 +272,11 @@ class PTDPStrategy(ParallelStrategy):
             self._deferred = DeferredInit(self._module, self._agreed_seed())
 
     def _settle_sizes(self, *, is_built: bool) -> Sizes:
-        """Agree on sizes, and make the groups. is_built: whether the module is."""
+        """Agree with the other ranks on sizes, and make the groups if these are known.
+
+        Args:
+            is_built: whether the module has its layers already.
+        """
         module, device = self._module, self.root_device
         machine = Machine(world(), device.type, self.num_processes, memory_of(device, self.num_processes))
         sizes = settle_sizes(module.trainer, module, self._asked(), machine, is_built=is_built)
@@ -361,7 +368,11 @@ class PTDPStrategy(ParallelStrategy):
             self._loading = split_averages(callbacks, self._module, self._set_up.state.local(), self.groups)
 
     def _settle_layout(self, trainer: pl.Trainer) -> Layout:
-        """The layout of the module; raises on every rank with all that is wrong, before the first collective on it."""
+        """Work out the layout of the module, alike on all ranks.
+
+        Raises:
+            ValueError: on every rank, with all that is wrong, before the first collective on the module.
+        """
         sizes = self._sizes
         if sizes is None or (sizes.topology is None and not sizes.findings.faults):  # alike on all ranks
             sizes = self._settle_sizes(is_built=True)
@@ -372,11 +383,11 @@ class PTDPStrategy(ParallelStrategy):
         return seed
 
     def model_to_device(self) -> None:
-        """Move what this rank owns."""
+        """Move what this rank owns to its device."""
         self._module.to(self.root_device)
 
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
-        """Configure the optimizers on the whole tree, then leave them what this rank owns."""
+        """Configure the optimizers on the whole model's parameters, then leave them those that this rank owns."""
         groups = self._set_up.whole_groups
         with self.engine.parameters.whole():
             super().setup_optimizers(trainer)
@@ -400,10 +411,10 @@ class PTDPStrategy(ParallelStrategy):
 
     @contextmanager
     def whole_model(self) -> Iterator[None]:
-        """Within, the module and the optimizers list the whole model's parameters, as in one process.
+        """Let the module and the optimizers list the whole model's parameters within the context, as in one process.
 
-        For code outside steps that freezes modules or adds parameter groups; it must run on every rank. The values of
-        what other ranks own are NaN.
+        It is meant for code outside steps that freezes modules or adds parameter groups, and must run on every rank.
+        The values of what other ranks own are NaN.
         """
         with self._set_up.whole_groups.shown(self.optimizers):
             yield
@@ -426,7 +437,7 @@ class PTDPStrategy(ParallelStrategy):
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        """Modules are built on the host, so that a device holds only what its rank owns; or without values."""
+        """Build modules on the host, so that a device holds only what its rank owns; or without values."""
         with self._recording(), self.precision.tensor_init_context():
             yield
 
@@ -434,7 +445,7 @@ class PTDPStrategy(ParallelStrategy):
         return nullcontext() if self._deferred is None else self._deferred.recording()
 
     def process_dataloader(self, dataloader: object) -> object:
-        """Evaluate and predict each sample once, seed workers by replica, and end on all replicas at once."""
+        """Adapt a loader to the replicas: each sample once, workers seeded by replica, equal ends."""
         trainer = self._module.trainer
         assert trainer.state.stage is not None, "loaders are read in a stage"
         splits_samples = splits_samplers(trainer)
@@ -448,7 +459,7 @@ class PTDPStrategy(ParallelStrategy):
         )
 
     def on_train_start(self) -> None:
-        """After all hooks of that name: put the random generators where a checkpoint left them."""
+        """Put the random generators where a checkpoint left them; runs after all other hooks of this name."""
         self.resuming.restore()
 
     # -- steps -------------------------------------------------------------------------------------------------------
@@ -489,7 +500,7 @@ class PTDPStrategy(ParallelStrategy):
             rank_zero_info(remark)
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        """Publish the gradients that the schedule left, once the window is complete."""
+        """Publish the gradients that the schedule left, once the accumulation window is complete."""
         module = self._module
         if not module.automatic_optimization:
             return self._manual_backward(closure_loss, optimizer, *args, **kwargs)
@@ -502,7 +513,7 @@ class PTDPStrategy(ParallelStrategy):
         return self.precision.post_backward(closure_loss, module)
 
     def _manual_backward(self, loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        """Manual optimization, without a pipeline: average over the replicas what one backward gave."""
+        """Run a backward of manual optimization, and average over the replicas what it gave; without a pipeline."""
         loss = super().backward(loss, optimizer, *args, **kwargs)
         if self.engine.gradients.manual is not None and not self._blocks_sync:
             self.engine.gradients.manual.settle()
@@ -530,7 +541,7 @@ class PTDPStrategy(ParallelStrategy):
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Within, a batch (in manual optimization a backward) is one of several that accumulate, and not the last."""
+        """Take a batch (in manual optimization a backward) for one of several that accumulate, and not the last."""
         self._blocks_sync = True
         try:
             yield
@@ -572,14 +583,18 @@ class PTDPStrategy(ParallelStrategy):
         )
 
     def gradient_norm(self) -> Tensor:
-        """The norm of the finished gradients over the whole model, for hooks before a step; every rank must call it."""
+        """Compute the norm of the finished gradients over the whole model, for hooks before a step.
+
+        Every rank must call it.
+        """
         return self.engine.gradients.norm(self._stepped())
 
     def _stepped(self) -> list[nn.Parameter]:
-        """What the optimizers step here."""
+        """What the optimizers step on this rank."""
         return self._set_up.whole_groups.stepped(self.optimizers)
 
     def _after_hooks(self) -> None:
+        """Take in what hooks did to gradients, and refuse it if the ranks of one model scaled theirs differently."""
         self.engine.gradients.take_edits()
         if self._sample is not None:
             check_scaled_alike(self._sample, self.groups.replica, self.groups.topology.replica_ranks(self.groups.at))
@@ -588,12 +603,12 @@ class PTDPStrategy(ParallelStrategy):
     # -- collectives of Lightning ------------------------------------------------------------------------------------
 
     def barrier(self, name: str | None = None) -> None:
-        """Wait for the whole world."""
+        """Wait until all ranks are here."""
         if dist.is_initialized():
             collectives.barrier(world())
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """An object of global rank `src` on the whole world."""
+        """Send an object of global rank `src` to all ranks, and return it."""
         return collectives.broadcast_object(obj, src, world()) if dist.is_initialized() else obj
 
     def reduce(
@@ -609,14 +624,20 @@ class PTDPStrategy(ParallelStrategy):
         return collectives.reduce_by_name(tensor, chosen, reduce_op)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """One decision for the whole world."""
+        """Make one decision of those of all ranks: whether all, or any, say yes."""
         vote = torch.tensor(int(decision))
         return bool(collectives.all_reduce_(vote, world(), collectives.MIN if all else collectives.MAX))
 
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
-        """Gather over the replicas: [d, ...]; Lightning passes the world where the user passed nothing.
+        """Gather a tensor over the replicas, or over a group that the user gives.
 
-        sync_grads: sum the gradients of all into each one's own.
+        Args:
+            tensor: of one shape everywhere.
+            group: the ranks. Lightning passes the world if the user passed nothing, and both mean the replicas.
+            sync_grads: whether gradients flow back, summed over the ranks.
+
+        Returns:
+            [d, ...], the tensors of all replicas.
         """
         chosen = self.groups.data if group in (None, dist.group.WORLD) else group
         with nullcontext() if sync_grads else torch.no_grad():
@@ -628,13 +649,13 @@ class PTDPStrategy(ParallelStrategy):
 
     @property
     def checkpoints(self) -> Checkpoints:
-        """What saves and loads checkpoints."""
+        """Saves and loads checkpoints."""
         if self._checkpoints is None:
             self._checkpoints = Checkpoints(self.groups)
         return self._checkpoints
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """What this rank holds of the plain module's state, under its names; every rank must save."""
+        """The part of the plain module's state that this rank holds, under its names; every rank must save it."""
         self._refuse_after_failure()
         return self._set_up.state.held()
 
@@ -643,7 +664,7 @@ class PTDPStrategy(ParallelStrategy):
         return self._set_up.state.whole()
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """What this rank holds of the plain optimizer's state, by names of parameters; every rank must save."""
+        """The part of a plain optimizer's state that this rank holds, by parameters' names; every rank must save it."""
         plain = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
         names = self._set_up.whole_groups.names(self.optimizers, self._module)
         return self._set_up.state.of_optimizer(plain, names[self.optimizers.index(plain)])
@@ -673,9 +694,10 @@ class PTDPStrategy(ParallelStrategy):
         )
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load a checkpoint that any layout saved, or no strategy: of a folder, what this rank holds.
+        """Load a checkpoint that was saved under any layout, or without this strategy.
 
-        A folder of safetensors gives the weights of the module's Hugging Face model, to a run that starts.
+        Of a folder a rank reads only what it holds. A folder of safetensors has no more than the weights of the
+        module's Hugging Face model, with which a run can start.
         """
         path, state = str(self.broadcast(str(checkpoint_path))), self._set_up.state
         if self.checkpoints.is_pretrained(path):
@@ -689,7 +711,7 @@ class PTDPStrategy(ParallelStrategy):
         return loaded
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
-        """Delete a checkpoint, after a save that is under way."""
+        """Delete a checkpoint, once a save that is under way has ended."""
         self.checkpoints.remove(Path(filepath), self.checkpoint_io)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
