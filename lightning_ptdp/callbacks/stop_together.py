@@ -67,8 +67,8 @@ class StopTogether(Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Let all ranks stop if one asked for it."""
-        is_whole_step = (batch_idx + 1) % trainer.accumulate_grad_batches == 0 or trainer.is_last_batch
-        self._agree(trainer, heeds_signals=is_whole_step)
+        ends_step = (batch_idx + 1) % trainer.accumulate_grad_batches == 0 or trainer.is_last_batch
+        self._agree(trainer, heeds_signals=ends_step)
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Let all ranks stop if one asked for it."""

@@ -17,11 +17,11 @@ from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.distributed import ProcessGroup
 
+from lightning_ptdp.checkpoint.complete_or_absent import cut_off
 from lightning_ptdp.checkpoint.contents import contents_of
 from lightning_ptdp.checkpoint.pretrained import is_pretrained, read_pretrained
 from lightning_ptdp.checkpoint.run_state import RunState
 from lightning_ptdp.checkpoint.store import Store
-from lightning_ptdp.checkpoint.whole_or_absent import cut_off
 from lightning_ptdp.comm.groups import Groups, world_copy
 
 log = logging.getLogger(__name__)

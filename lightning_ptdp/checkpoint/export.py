@@ -13,7 +13,7 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 
-from lightning_ptdp.checkpoint import whole_or_absent
+from lightning_ptdp.checkpoint import complete_or_absent
 from lightning_ptdp.checkpoint.checked_files import faults_of
 from lightning_ptdp.checkpoint.contents import plain_checkpoint
 from lightning_ptdp.checkpoint.folder import Folder, Keys, Stored
@@ -106,15 +106,15 @@ def to_hugging_face(
         model = model_of(_load(make, file, trusted=trusted))
     if tokenizer is not None:
         _know_special_tokens(model, tokenizer)
-    folder = whole_or_absent.prepare(target)
+    folder = complete_or_absent.prepare(target)
     try:
         model.save_pretrained(folder, max_shard_size=max_shard_size)
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
     except BaseException:
-        whole_or_absent.remove(folder)
+        complete_or_absent.remove(folder)
         raise
-    whole_or_absent.put_in_place(target)
+    complete_or_absent.put_in_place(target)
 
 
 def model_of(module: nn.Module) -> Any:
@@ -158,7 +158,7 @@ def check_undamaged(folder: Path) -> None:
     Raises:
         RuntimeError: with what is wrong.
     """
-    faults = faults_of(whole_or_absent.files(folder), contents=False)
+    faults = faults_of(complete_or_absent.files(folder), contents=False)
     if faults:
         raise RuntimeError("; ".join(faults))
 
@@ -190,13 +190,13 @@ def read_safely(read: Callable[[], dict[str, Any]], source: Path) -> dict[str, A
 
 
 def _save(target: Path, checkpoint: dict[str, Any]) -> None:
-    aside = whole_or_absent.unfinished(target)
+    aside = complete_or_absent.unfinished(target)
     aside.parent.mkdir(parents=True, exist_ok=True)
     try:
         torch.save(checkpoint, aside)
-        whole_or_absent.sync(aside)
+        complete_or_absent.sync(aside)
         if target.is_dir():
-            whole_or_absent.remove(target)
+            complete_or_absent.remove(target)
         os.replace(aside, target)
     except BaseException:
         aside.unlink(missing_ok=True)

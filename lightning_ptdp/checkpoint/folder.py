@@ -46,10 +46,10 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.futures import Future
 
 from lightning_ptdp.checkpoint.checked_files import File, Summing, opened
+from lightning_ptdp.checkpoint.complete_or_absent import files
 from lightning_ptdp.checkpoint.errors import CheckpointError, DamagedFileError, naming
 from lightning_ptdp.checkpoint.rectangles import Located, Size
 from lightning_ptdp.checkpoint.stored_tensor import read_tensor
-from lightning_ptdp.checkpoint.whole_or_absent import files
 from lightning_ptdp.host.torch import slice_of
 
 META = "meta.pt"

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.distributed import ProcessGroup
 
-from lightning_ptdp.checkpoint import folder, whole_or_absent
+from lightning_ptdp.checkpoint import complete_or_absent, folder
 from lightning_ptdp.checkpoint.checked_files import checksums_of, faults_of
 from lightning_ptdp.checkpoint.errors import CheckpointError, DamagedFileError
 from lightning_ptdp.checkpoint.folder import Keys
@@ -26,7 +26,7 @@ def save_folder(
     order: Sequence[str],
     group: ProcessGroup,
 ) -> None:
-    """Save a checkpoint; every rank of the group calls it, and it is whole for all when it returns.
+    """Save a checkpoint; every rank of the group calls it, and it is complete for all when it returns.
 
     Args:
         path: of the folder.
@@ -41,16 +41,16 @@ def save_folder(
     with _leaving_nothing(path, group):
         is_first = group.rank() == 0
         what = f"saving the checkpoint {path} failed"
-        together(lambda: whole_or_absent.prepare(path) if is_first else None, group, what)
-        checksums = folder.write(whole_or_absent.unfinished(path), tensors, objects, order, group, what)
+        together(lambda: complete_or_absent.prepare(path) if is_first else None, group, what)
+        checksums = folder.write(complete_or_absent.unfinished(path), tensors, objects, order, group, what)
         everyone = gather_objects(checksums, group)
 
         def finish() -> None:
-            meta_file = whole_or_absent.unfinished(path) / folder.META
+            meta_file = complete_or_absent.unfinished(path) / folder.META
             torch.save(dict(meta), meta_file)
-            whole_or_absent.sync(meta_file)
+            complete_or_absent.sync(meta_file)
             merged = {name: found for each in everyone for name, found in each.items()}
-            whole_or_absent.commit(path, {**merged, folder.META: checksums_of(meta_file)})
+            complete_or_absent.commit(path, {**merged, folder.META: checksums_of(meta_file)})
 
         together(finish if is_first else None, group, what)
 
@@ -63,7 +63,7 @@ def _leaving_nothing(path: Path, group: ProcessGroup) -> Iterator[None]:
     except CheckpointError:
         if group.rank() == 0:
             with suppress(OSError):
-                whole_or_absent.remove(whole_or_absent.unfinished(path))
+                complete_or_absent.remove(complete_or_absent.unfinished(path))
         raise
 
 
@@ -80,7 +80,7 @@ def verify(path: Path, group: ProcessGroup, *, contents: bool) -> None:
     """
 
     def check() -> None:
-        listed = whole_or_absent.files(path)
+        listed = complete_or_absent.files(path)
         if not listed and not folder.is_folder(path):
             raise ValueError(f"the folder {path} is no checkpoint: it has no {folder.METADATA} and {folder.META}")
         faults = faults_of(listed[group.rank() :: group.size()], contents=contents)
@@ -90,8 +90,8 @@ def verify(path: Path, group: ProcessGroup, *, contents: bool) -> None:
     together(check, group, f"loading the checkpoint {path} failed")
 
 
-def newest_whole(beside: Path, group: ProcessGroup) -> Path | None:
-    """The newest of the other checkpoint folders beside one, that is whole; every rank calls it."""
+def newest_complete(beside: Path, group: ProcessGroup) -> Path | None:
+    """Find the newest complete one of the other checkpoint folders beside one; every rank calls it."""
     others = [p for p in beside.parent.glob("*") if folder.is_folder(p) and p.resolve() != beside.resolve()]
     newest_first = sorted(others, key=lambda p: p.stat().st_mtime, reverse=True)
     for path in broadcast_object(newest_first, 0, group):

@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from lightning_ptdp.checkpoint import whole_or_absent
+from lightning_ptdp.checkpoint import complete_or_absent
 from lightning_ptdp.checkpoint.errors import naming
 from lightning_ptdp.checkpoint.folder import Keys, Stored
 from lightning_ptdp.checkpoint.rectangles import Located, Size, part
@@ -67,7 +67,7 @@ def placeholders(outlines: Mapping[Keys, Stored | _Outline]) -> Values:
 
 
 def write_file(path: Path, checkpoint: dict[str, Any], values: Values, tensors: Iterable[tuple[Keys, Tensor]]) -> None:
-    """Write one file in this process, and give it its name when it is whole; one tensor at a time is in memory.
+    """Write one file in this process, and give it its name when it is complete; one tensor at a time is in memory.
 
     checkpoint: with `placeholders`, which are its values by their keys. tensors: what belongs there, on the host.
     """
@@ -90,9 +90,9 @@ def write_file(path: Path, checkpoint: dict[str, Any], values: Values, tensors: 
                 stream.flush()
                 os.fsync(stream.fileno())
         if path.is_dir():
-            whole_or_absent.remove(path)
+            complete_or_absent.remove(path)
         os.replace(aside, path)
-        whole_or_absent.sync(path.parent)
+        complete_or_absent.sync(path.parent)
     except BaseException:
         aside.unlink(missing_ok=True)
         raise

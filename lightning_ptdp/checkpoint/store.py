@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch.distributed import ProcessGroup
 
-from lightning_ptdp.checkpoint import whole_or_absent
+from lightning_ptdp.checkpoint import complete_or_absent
 from lightning_ptdp.checkpoint.background import Background
 from lightning_ptdp.checkpoint.contents import Contents, plain_checkpoint
 from lightning_ptdp.checkpoint.errors import CheckpointError
 from lightning_ptdp.checkpoint.folder import Folder, is_folder
 from lightning_ptdp.checkpoint.local_state import LocalState
-from lightning_ptdp.checkpoint.saving import newest_whole, save_folder, together, verify
+from lightning_ptdp.checkpoint.saving import newest_complete, save_folder, together, verify
 from lightning_ptdp.checkpoint.single import gather_whole, save_file
 from lightning_ptdp.comm.collectives import gather_objects
 
@@ -95,7 +95,9 @@ class Store:
         self._background.wait()
         where = Path(path)
         together(
-            (lambda: whole_or_absent.recover(where)) if self._world.rank() == 0 else None, self._world, "loading failed"
+            (lambda: complete_or_absent.recover(where)) if self._world.rank() == 0 else None,
+            self._world,
+            "loading failed",
         )
         loaded: dict[str, Any] = {}
 
@@ -117,7 +119,7 @@ class Store:
         except CheckpointError as error:
             if not error.is_damage:
                 raise
-            other = newest_whole(where, self._world)
+            other = newest_complete(where, self._world)
             advice = (
                 "no whole checkpoint is beside it" if other is None else f"the newest whole one beside it is {other}"
             )
@@ -131,7 +133,7 @@ class Store:
         """
         if self._world.rank() != 0:
             return
-        self._background.after(lambda: whole_or_absent.remove(path) if is_folder(path) else remove_whole())
+        self._background.after(lambda: complete_or_absent.remove(path) if is_folder(path) else remove_whole())
 
     def wait(self) -> None:
         """Wait for a save that is under way.

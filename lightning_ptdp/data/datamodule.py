@@ -17,7 +17,7 @@ from .hub import DatasetCorpus, open_dataset
 from .pack import PackedSequences
 from .preparation import Prepared, PrepareOptions, load_prepared, prepare
 from .standard_library import standard_library_files
-from .store import write_text_whole
+from .store import write_text_at_once
 from .tokenizer import end_of_text, load_tokenizer
 
 DEFAULT_CACHE = Path("~/.cache/lightning_ptdp/data")
@@ -109,7 +109,7 @@ class TextDataModule(L.LightningDataModule):
             self._options(),
             cache=self.cache,
         )
-        write_text_whole(self._pointer(), prepared.folder.name)
+        write_text_at_once(self._pointer(), prepared.folder.name)
 
     def setup(self, stage: str | None = None) -> None:
         """Open what `prepare_data` made on this node.

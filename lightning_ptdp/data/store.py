@@ -40,7 +40,7 @@ def written_aside(target: Path) -> Iterator[Path]:
         shutil.rmtree(aside, ignore_errors=True)
 
 
-def write_text_whole(target: Path, text: str) -> None:
+def write_text_at_once(target: Path, text: str) -> None:
     """Write a small file so that a reader sees the old or the new text, never a part."""
     target.parent.mkdir(parents=True, exist_ok=True)
     aside = target.with_name(f"{_ASIDE}{target.name}-{uuid.uuid4().hex}")

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from lightning_ptdp.data.store import remove_stale, write_text_whole, written_aside
+from lightning_ptdp.data.store import remove_stale, write_text_at_once, written_aside
 
 
 def entries(folder) -> list[str]:
@@ -60,6 +60,6 @@ def test_a_cache_that_cannot_be_made_is_named(tmp_path):
 
 def test_a_small_file_is_replaced_whole(tmp_path):
     for text in ("old", "new"):
-        write_text_whole(tmp_path / "deep" / "name", text)
+        write_text_at_once(tmp_path / "deep" / "name", text)
     assert (tmp_path / "deep" / "name").read_text() == "new"
     assert entries(tmp_path / "deep") == ["name"]

@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader
 
 from lightning_ptdp import PTDPStrategy
-from lightning_ptdp.checkpoint import single, whole_or_absent
+from lightning_ptdp.checkpoint import complete_or_absent, single
 from lightning_ptdp.checkpoint.checked_files import Summing
 from lightning_ptdp.checkpoint.errors import CheckpointError
 from lightning_ptdp.checkpoint.reading import read_checkpoint
@@ -112,7 +112,7 @@ def test_model_checkpoint_keeps_what_it_should_and_nothing_else(checkpoint, left
     assert ranks == [(str(tmp_path / f"step={best}.ckpt"), ranks[0][1])] * 2
     assert sorted(os.listdir(tmp_path)) == sorted(["after-test.ckpt", *left])
     for name in left:
-        files = whole_or_absent.files(tmp_path / name)
+        files = complete_or_absent.files(tmp_path / name)
         assert [file.damage() for file in files] == [None] * len(files)
         assert {file.path.name for file in files} | {"manifest.json"} == set(os.listdir(tmp_path / name))
     assert read_checkpoint(tmp_path / left[-1])["global_step"] == newest

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from lightning_ptdp.checkpoint import whole_or_absent as store
+from lightning_ptdp.checkpoint import complete_or_absent as store
 from lightning_ptdp.checkpoint.checked_files import checksums_of
 
 

@@ -1,4 +1,4 @@
-"""A checkpoint folder is whole, or it is not there.
+"""A checkpoint folder is complete, or it is not there.
 
 It is written beside its place, under a name that no search takes for a checkpoint, and renamed when every rank is done
 and the manifest lists each file. One that it replaces is kept until then.
@@ -21,7 +21,7 @@ _UNFINISHED, _REPLACED, _REMOVED = ".unfinished", ".replaced", ".removed"
 
 
 def unfinished(path: Path) -> Path:
-    """Where a checkpoint is written until it is whole."""
+    """Where a checkpoint is written until it is complete."""
     return path.with_name(f".{path.name}{_UNFINISHED}")
 
 
