@@ -1,4 +1,4 @@
-"""One save at a time in a thread, so that training goes on while files are written."""
+"""Runs one save at a time in a thread, so that training goes on while files are written."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Background:
         self._running = self._executor.submit(act)
 
     def after(self, act: Callable[[], None]) -> None:
-        """Run a short act when the one that is running has succeeded; at once where none is."""
+        """Run a short act when the one that is running has succeeded; at once if none is."""
         if self._running is None:
             act()
             return

@@ -1,6 +1,6 @@
-"""Files whose contents are compared, while they are read, with checksums that were taken while they were written.
+"""Reads files and compares them with checksums that were taken while they were written.
 
-A checksum covers a section of a file, so that who reads a part of a file reads little more than that part.
+A checksum covers a section of a file, so that to read and check a part of a file takes little more than that part.
 """
 
 from __future__ import annotations
@@ -16,19 +16,25 @@ from xxhash import xxh3_64, xxh3_64_intdigest
 
 from lightning_ptdp.checkpoint.errors import DamagedFileError
 
-SECTION = 1 << 20  # bytes that a checksum covers
+SECTION = 1 << 20  # so many bytes are covered by one checksum
 
 
 @dataclass(frozen=True)
 class File:
-    """A file as it was written. bytes: its size. checksums: XXH3 (64 bits) of each section."""
+    """A file as it was written.
+
+    Attributes:
+        path: of the file.
+        bytes: its size.
+        checksums: XXH3 (64 bits) of each section.
+    """
 
     path: Path
     bytes: int
     checksums: tuple[int, ...]
 
     def fault_of_size(self) -> str | None:
-        """Whether it is missing, or longer or shorter now, in a sentence; None if neither."""
+        """Say that the file is missing, or longer or shorter than it was written; None if neither."""
         if not self.path.exists():
             return f"the checkpoint file {self.path} is missing"
         size = self.path.stat().st_size
@@ -37,7 +43,7 @@ class File:
         return None
 
     def damage(self) -> str | None:
-        """What is wrong with it, contents included, in a sentence; None if it is as it was written."""
+        """Say what is wrong with the file, contents included; None if it is as it was written."""
         fault = self.fault_of_size()
         if fault is None:
             try:
@@ -50,19 +56,24 @@ class File:
 
 
 def faults_of(files: Iterable[File], *, contents: bool) -> list[str]:
-    """What is wrong with files, a sentence each. contents: whether they are read; else sizes are all that is seen."""
+    """Find what is wrong with files; returns a sentence for each that is not as it was written.
+
+    Args:
+        files: to look at.
+        contents: whether they are read and compared; if not, only their sizes are.
+    """
     found = (file.damage() if contents else file.fault_of_size() for file in files)
     return [fault for fault in found if fault is not None]
 
 
 def checksums_of(path: Path) -> list[int]:
-    """The checksums of a file, read from it."""
+    """Read a file, and compute its checksums."""
     with path.open("rb") as stream:
         return [xxh3_64_intdigest(section) for section in iter(lambda: stream.read(SECTION), b"")]
 
 
 class Summing:
-    """A stream that is written from its beginning to its end, and takes checksums."""
+    """A stream that takes checksums of what is written to it, from its beginning to its end."""
 
     def __init__(self, stream: Any) -> None:
         self._stream, self._section, self._room = stream, xxh3_64(), SECTION
@@ -84,7 +95,7 @@ class Summing:
 
     @property
     def checksums(self) -> list[int]:
-        """Of the sections of what was written so far."""
+        """The checksums of the sections written so far."""
         return self._done if self._room == SECTION else [*self._done, self._section.intdigest()]
 
     def __getattr__(self, name: str) -> Any:
@@ -93,9 +104,12 @@ class Summing:
 
 @contextmanager
 def opened(file: File, compared: set[int] | None = None) -> Iterator[BinaryIO]:
-    """A file to read, whose reads raise DamagedFileError where it is not as it was written.
+    """Open a file to read; to read a part that is not as it was written raises DamagedFileError.
 
-    compared: sections that were compared before; those that are now are added.
+    Args:
+        file: as it was written.
+        compared: numbers of the sections that were compared before, which are not compared again; those that are
+            compared now are added.
     """
     compared = set() if compared is None else compared
     with file.path.open("rb", buffering=0) as raw, io.BufferedReader(_Compared(file, raw, compared)) as stream:
@@ -103,7 +117,10 @@ def opened(file: File, compared: set[int] | None = None) -> Iterator[BinaryIO]:
 
 
 class _Compared(io.RawIOBase):
-    """Compares a section when something of it is read first; one that is read whole is not copied."""
+    """A stream that compares each section when a part of it is first read.
+
+    A section of which a part is read is kept, for the next part. One that is read in one go is not copied.
+    """
 
     def __init__(self, file: File, raw: io.FileIO, compared: set[int]) -> None:
         self._file, self._raw, self._compared, self._at = file, raw, compared, 0

@@ -21,7 +21,7 @@ _UNFINISHED, _REPLACED, _REMOVED = ".unfinished", ".replaced", ".removed"
 
 
 def unfinished(path: Path) -> Path:
-    """Where a checkpoint is written until it is complete."""
+    """The path to which a checkpoint is written until it is complete."""
     return path.with_name(f".{path.name}{_UNFINISHED}")
 
 
@@ -30,7 +30,7 @@ def _replaced(path: Path) -> Path:
 
 
 def prepare(path: Path) -> Path:
-    """An empty folder to write a checkpoint to; what an earlier attempt left there is deleted."""
+    """Make an empty folder to write a checkpoint to; what an earlier attempt left there is deleted."""
     folder = unfinished(path)
     remove(folder)
     folder.mkdir(parents=True)
@@ -38,7 +38,12 @@ def prepare(path: Path) -> Path:
 
 
 def commit(path: Path, checksums: Mapping[str, Sequence[int]]) -> None:
-    """Give what was written its name. checksums: of each file."""
+    """Give what was written its name.
+
+    Args:
+        path: the name.
+        checksums: of the sections of each file, by its name.
+    """
     folder = unfinished(path)
     files = {
         name: {"bytes": (folder / name).stat().st_size, "xxh3": list(each)} for name, each in sorted(checksums.items())
@@ -86,13 +91,13 @@ def remove(path: Path) -> None:
 
 
 def cut_off(folder: Path) -> list[Path]:
-    """Checkpoints beside each other in `folder` whose writing did not end, oldest first."""
+    """Find checkpoints in `folder` whose writing did not end, oldest first."""
     found = [path for path in folder.glob(f".*{_UNFINISHED}") if path.is_dir()]
     return sorted(found, key=lambda path: path.stat().st_mtime)
 
 
 def files(path: Path) -> list[File]:
-    """What the manifest of a checkpoint lists; nothing where it has none (another program wrote it).
+    """Read what the manifest of a checkpoint lists; nothing if it has none, as another program wrote it.
 
     Raises:
         DamagedFileError: the manifest cannot be read.

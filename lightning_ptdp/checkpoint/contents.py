@@ -1,4 +1,4 @@
-"""A checkpoint's contents: from the nested dict of the Trainer to named values of this rank, and back."""
+"""Takes the Trainer's nested dict of a checkpoint apart into named values of this rank, and puts it together again."""
 
 from __future__ import annotations
 
@@ -20,8 +20,11 @@ from lightning_ptdp.comm.groups import Groups
 class Contents:
     """What this rank contributes to a checkpoint.
 
-    tensors, objects: those that this rank writes, and no other. rest: everything else; rank 0's is saved.
-    order: the names of the plain model, in its order.
+    Attributes:
+        tensors: those that this rank writes, and no other rank.
+        objects: values that are no tensors, likewise.
+        rest: what is neither of the model nor of optimizers; rank 0's is saved.
+        order: the names of the plain model, in its order.
     """
 
     tensors: Mapping[Keys, Located]
@@ -30,7 +33,7 @@ class Contents:
     order: Sequence[str]
 
     def copied(self) -> Contents:
-        """A copy in host memory of its own, which training does not change."""
+        """Copy it into host memory of its own, which training does not change."""
         tensors = {keys: located.copied() for keys, located in self.tensors.items()}
         return replace(
             self, tensors=tensors, objects=copy.deepcopy(dict(self.objects)), rest=copy.deepcopy(dict(self.rest))
@@ -40,7 +43,10 @@ class Contents:
 def contents_of(checkpoint: Mapping[str, Any], local: LocalState, groups: Groups) -> Contents:
     """Take a checkpoint apart; every rank of the world calls it.
 
-    checkpoint: as the Trainer dumped it, with this rank's state in it.
+    Args:
+        checkpoint: as the Trainer dumped it, with this rank's state in it.
+        local: where what this rank holds lies in the whole.
+        groups: of this rank.
     """
     rest = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
     tensors, objects = local.module_entries(checkpoint["state_dict"])
@@ -80,7 +86,7 @@ def plain_checkpoint(rest: Mapping[str, Any], order: Sequence[str], values: Mapp
 
 
 def _in_order(values: Mapping[Keys, Any], top: str, order: Sequence[str]) -> dict[str, Any]:
-    """The values below a first key, in the order of the plain module; those that it has not come last."""
+    """Collect the values below a first key in the order of the plain module; those that it has not come last."""
     numbers = {name: i for i, name in enumerate(order)}
     found = {str(keys[1]): value for keys, value in values.items() if keys[0] == top}
     return {name: found[name] for name in sorted(found, key=lambda name: numbers.get(name, len(numbers)))}
@@ -91,6 +97,7 @@ def _number(top: str | int) -> int:
 
 
 def _plain_optimizer(top: str, values: Mapping[Keys, Any]) -> dict[str, Any]:
+    """Nest the values of an optimizer as its `state_dict` does, with numbers for parameters."""
     groups = values[top, "param_groups"]
     numbers = {name: i for i, name in enumerate(name for group in groups for name in group["params"])}
     state: dict[int, dict[str, Any]] = {}

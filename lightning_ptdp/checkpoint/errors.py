@@ -1,4 +1,4 @@
-"""How saving and loading fail."""
+"""Errors of saving and loading."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class DamagedFileError(RuntimeError):
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Within, an operating system's error says which file it was about: of a full disk it doesn't."""
+    """Name a file in the operating system's errors within the context, which of a full disk do not say any."""
     try:
         yield
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Ways out of a checkpoint, in one process: one ordinary file, or a folder of Hugging Face's form."""
+"""Turns a checkpoint, in one process, into one ordinary file or into a folder of Hugging Face's form."""
 
 from __future__ import annotations
 
@@ -45,8 +45,13 @@ def to_file(
 ) -> None:
     """Make one ordinary Lightning checkpoint of a folder or a file; one tensor of a folder is in memory at a time.
 
-    weights_only: leave out optimizers, schedulers and callbacks. trusted: the checkpoint may hold objects of any class,
-    whose code runs when it is read. force: replace what is at the target.
+    Args:
+        source: the checkpoint.
+        target: path of the file.
+        weights_only: whether to leave out optimizers, schedulers and callbacks.
+        trusted: whether the checkpoint may hold objects of any class, whose code runs when it is read.
+        force: whether to replace what is at the target.
+        track: may show how many tensors are done.
 
     Raises:
         FileNotFoundError, FileExistsError: the source is missing, or the target is there.
@@ -85,8 +90,16 @@ def to_hugging_face(
 
     The model is the only one of transformers in the module, or what the module's method `to_hugging_face` returns.
 
-    make: the LightningModule's class, which the checkpoint's hyper-parameters are given to, or a function that returns
-    the module. tokenizer: of transformers, saved beside the model. max_shard_size: of a file. Others: as in `to_file`.
+    Args:
+        source: the checkpoint.
+        target: path of the folder.
+        make: the LightningModule's class, which is given the checkpoint's hyper-parameters, or a function that returns
+            the module.
+        tokenizer: of transformers, saved beside the model.
+        max_shard_size: size of a file of weights at most, such as "5GB".
+        trusted: whether the checkpoint may hold objects of any class, whose code runs when it is read.
+        force: whether to replace what is at the target.
+        track: may show how many tensors are done.
 
     Raises:
         ImportError: transformers is not installed.
@@ -118,7 +131,7 @@ def to_hugging_face(
 
 
 def model_of(module: nn.Module) -> Any:
-    """The Hugging Face model that a module holds, or that its method `to_hugging_face` makes.
+    """Find the Hugging Face model that a module holds, or let its method `to_hugging_face` make it.
 
     Raises:
         ValueError: there is none, or there are several.
@@ -137,7 +150,7 @@ def model_of(module: nn.Module) -> Any:
 
 
 def check_transformers() -> None:
-    """Raise ImportError where transformers is not installed."""
+    """Raise ImportError if transformers is not installed."""
     try:
         import transformers  # noqa: F401
     except ImportError as error:
@@ -204,7 +217,7 @@ def _save(target: Path, checkpoint: dict[str, Any]) -> None:
 
 
 def _load(make: Callable[[], nn.Module], file: Path, *, trusted: bool) -> nn.Module:
-    """The module with the checkpoint's weights, in their own precision."""
+    """Make the module, with the checkpoint's weights in their own precision."""
     checkpoint = read_safely(lambda: read_checkpoint(file, optimizers=False, weights_only=not trusted), file)
     module = _made(make, file, checkpoint, trusted=trusted)
     with torch.no_grad():
@@ -234,7 +247,7 @@ def _made(make: Callable[[], nn.Module], file: Path, checkpoint: dict[str, Any],
 
 
 def _know_special_tokens(model: Any, tokenizer: Any) -> None:
-    """Tell the model the numbers that generation needs, where it does not know them."""
+    """Tell the model the numbers of special tokens that generation needs, if it does not know them."""
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         for config in (model.config, model.generation_config):
             if config is not None and getattr(config, name) is None:

@@ -58,11 +58,11 @@ METADATA = ".metadata"
 _DAMAGE = (OSError, EOFError, RuntimeError)  # what torch raises on a file that is not what it wrote
 
 Keys = tuple[str | int, ...]
-"""What leads to a value in the nested checkpoint."""
+"""The keys that lead to a value in the nested checkpoint."""
 
 
 def key_of(path: Keys) -> str:
-    """The flat name of a value."""
+    """Join keys to the flat name of a value."""
     return ".".join(map(str, path))
 
 
@@ -75,9 +75,15 @@ def is_folder(path: str | Path) -> bool:
 
 
 class _SavePlanner(dcp.DefaultSavePlanner):
-    """Plans what this rank writes. order: the names of the plain model, in its order."""
+    """Tells DCP what this rank writes, and lists the tensors of all ranks in the plain model's order."""
 
     def __init__(self, tensors: Mapping[Keys, Located], objects: Mapping[Keys, Any], order: Sequence[str]) -> None:
+        """
+        Args:
+            tensors: those that this rank writes.
+            objects: values that are no tensors, likewise.
+            order: the names of the plain model, in its order.
+        """
         super().__init__()
         self._tensors = {key_of(path): located for path, located in tensors.items()}
         self._objects = {key_of(path): value for path, value in objects.items()}
@@ -143,7 +149,8 @@ def write(
 
     Args:
         folder: made by one rank, for all.
-        tensors, objects: those that this rank writes, and no other.
+        tensors: those that this rank writes, and no other rank.
+        objects: values that are no tensors, likewise.
         order: the names of the plain model, in its order.
         group: the ranks that write.
         what: what has failed, in words, if something does.
@@ -169,7 +176,7 @@ def write(
 
 @contextmanager
 def _without_checksums_of_torch() -> Iterator[None]:
-    """Within, `torch.save` takes none of its own, which nobody would read."""
+    """Keep `torch.save` from taking checksums of its own, which nobody would read, within the context."""
     before = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)
     try:
@@ -204,17 +211,20 @@ class _SummingFileSystem(FileSystem):
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor in a checkpoint."""
+    """The shape and dtype of a tensor in a checkpoint."""
 
     size: Size
     dtype: torch.dtype
 
 
 class Folder:
-    """A checkpoint folder that was written."""
+    """A checkpoint folder, to read from."""
 
     def __init__(self, path: str | Path) -> None:
-        """Raises DamagedFileError, as every method does: a file is missing or damaged."""
+        """
+        Raises:
+            DamagedFileError: a file is missing or damaged. Every method may raise it.
+        """
         self.path = Path(path)
         self._files = _CheckingFileSystem(files(self.path))
         with self._naming():
@@ -222,15 +232,15 @@ class Folder:
         self._paths = self._metadata.planner_data or {}
 
     def tops(self) -> list[str]:
-        """The first keys: "model", "optimizer_0", ..."""
+        """List the first keys: "model", "optimizer_0", ..."""
         return sorted({str(path[0]) for path, _ in self._below(())})
 
     def other_states(self) -> list[str]:
-        """First keys of further states of the module, such as one before averaging."""
+        """List the first keys of further states of the module, such as one before averaging."""
         return [top for top in self.tops() if top != "model" and not re.fullmatch(r"optimizer_\d+", top)]
 
     def tensors(self, *prefix: str) -> dict[Keys, Stored]:
-        """Tensors below a prefix of keys, by what follows it."""
+        """List the tensors below a prefix of keys, by the keys that follow it."""
         return {
             path[len(prefix) :]: Stored(tuple(found.size), found.properties.dtype)
             for path, found in self._below(prefix)
@@ -238,16 +248,23 @@ class Folder:
         }
 
     def objects(self, *prefix: str) -> list[Keys]:
-        """Values that are no tensors, below a prefix of keys."""
+        """List the values that are no tensors below a prefix of keys, by the keys that follow it."""
         return [path[len(prefix) :] for path, found in self._below(prefix) if isinstance(found, BytesStorageMetadata)]
 
     def meta(self, *, weights_only: bool | None) -> dict[str, Any]:
-        """Everything that is neither weight nor optimizer."""
+        """Read everything that is neither of the model nor of optimizers."""
         with self._naming(), self._files.create_stream(self.path / META, "rb") as stream:
             return cast(dict[str, Any], torch.load(stream, map_location="cpu", weights_only=weights_only))
 
     def read(self, tensors: Mapping[Keys, Located], objects: Sequence[Keys] = ()) -> dict[Keys, Any]:
-        """Fill the views of what this rank holds; returns the objects.
+        """Fill the views of what this rank holds, and read objects.
+
+        Args:
+            tensors: what this rank holds, by keys.
+            objects: keys of the values that are no tensors.
+
+        Returns:
+            The objects, by their keys.
 
         Raises:
             ValueError: a tensor is not in the checkpoint, or has another size there.
@@ -285,6 +302,8 @@ class Folder:
 
 
 class _LoadPlanner(LoadPlanner):
+    """Tells DCP what this rank reads, and where it belongs. found: the objects that were read."""
+
     def __init__(self, tensors: Mapping[Keys, Located], objects: Sequence[Keys]) -> None:
         self._tensors = {key_of(path): located for path, located in tensors.items()}
         self._objects = {key_of(path): path for path in objects}
@@ -324,11 +343,11 @@ class _LoadPlanner(LoadPlanner):
         return view
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        pass  # `resolve_tensor` gave a view of the place where it belongs
+        pass  # `resolve_tensor` gave a view of the memory where it belongs
 
 
 class _Reader(dcp.FileSystemReader):
-    """Reads tensors to the places where they belong, in the order of the file."""
+    """Reads tensors straight into the memory where they belong, in the order of the file."""
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         others: list[ReadItem] = []

@@ -46,7 +46,7 @@ class LocalState:
                 )
 
     def location(self, name: str, shape: Sequence[int]) -> Location:
-        """Where the local tensor of this name, and of this local shape, lies in the whole."""
+        """Work out where the local tensor of a name, and of a local shape, lies in the whole."""
         shard = self._shards.get(name)
         if shard is None or len(shape) <= shard.dim:
             return Location.whole(tuple(shape))
@@ -57,9 +57,14 @@ class LocalState:
     def module_entries(
         self, state: Mapping[str, Any], top: str = "model"
     ) -> tuple[dict[Keys, Located], dict[Keys, Any]]:
-        """Tensors and other values of a module's state that this rank holds, by their place in a checkpoint.
+        """List what this rank holds of a module's state, by the keys of a checkpoint.
 
-        top: their first key there.
+        Args:
+            state: the module's, by name.
+            top: the first key of all.
+
+        Returns:
+            The tensors, and the other values.
         """
         tensors, objects = _split({(top, name): value for name, value in state.items()})
         return {keys: self._in_module(str(keys[1]), tensor).of(tensor) for keys, tensor in tensors.items()}, objects
@@ -67,7 +72,8 @@ class LocalState:
     def read_module(self, folder: Folder, state: Mapping[str, Any]) -> dict[str, Any]:
         """Fill the tensors of a module's state from a checkpoint, in place.
 
-        Returns them, with values that are no tensors, and, whole, what the plain module has no name for.
+        Returns:
+            These tensors; values that are no tensors; and whole tensors that the plain module has no name for.
         """
         stored = {str(name): found for (name,), found in folder.tensors("model").items()}
         tensors, _ = _split({name: value for name, value in state.items() if name in stored})
@@ -97,7 +103,7 @@ class LocalState:
         }
 
     def faults(self, given: Mapping[str, Any], state: Mapping[str, Any]) -> tuple[list[str], list[str]]:
-        """Names that this rank misses in a given state, and names that no rank has a place for."""
+        """List names that this rank misses in a given state, and names in it that no rank knows."""
         return sorted(set(state) - set(given)), sorted(set(given) - set(self.names))
 
     def _in_module(self, name: str, tensor: Tensor) -> Location | FlatLocation:
@@ -109,7 +115,7 @@ class LocalState:
     def optimizer_state(
         self, optimizer: Optimizer, names: GroupNames, name_of: Mapping[nn.Parameter, str]
     ) -> dict[str, Any]:
-        """This rank's part of an optimizer's state, with names in place of parameters.
+        """Take this rank's part of an optimizer's state, with names in place of parameters.
 
         Args:
             optimizer: holds this rank's part of the parameters.
@@ -129,7 +135,7 @@ class LocalState:
         }
 
     def optimizer_entries(self, number: int, state: Mapping[str, Any]) -> tuple[dict[Keys, Located], dict[Keys, Any]]:
-        """Tensors and other values of optimizer `number` that this rank holds, by their place in a checkpoint."""
+        """List tensors and other values of optimizer `number` that this rank holds, by the keys of a checkpoint."""
         top = f"optimizer_{number}"
         values: dict[Keys, Any] = {
             (top, "state", name, key): value
@@ -145,7 +151,11 @@ class LocalState:
         return located, {**objects, (top, "param_groups"): state["param_groups"]}
 
     def _located_state(self, name: str, tensor: Tensor) -> Located | None:
-        """Where an optimizer's tensor lies; None for one that the replica with the first slice saves for all."""
+        """Say what this rank holds of an optimizer's tensor for a parameter.
+
+        None for one that is not of the parameter's shape, if replicas step pieces of the parameter and this is not the
+        one with the first piece, which saves it for all.
+        """
         trained = self.trained[name]
         if tuple(tensor.shape) == trained.shape:
             return trained.of(tensor)
@@ -203,7 +213,7 @@ class LocalState:
 
 
 def _fitted(value: Any, location: Location | FlatLocation) -> Any:
-    """The local part of a tensor that is given whole; anything else as it is."""
+    """Take the local part of a tensor that is given whole; anything else is returned as it is."""
     if not isinstance(value, Tensor) or tuple(value.shape) != location.size or location.size == location.shape:
         return value
     local = value.new_empty(location.shape)
@@ -212,7 +222,11 @@ def _fitted(value: Any, location: Location | FlatLocation) -> Any:
 
 
 def _numbering(groups: Sequence[Mapping[str, Any]], names: GroupNames) -> dict[str, int | str]:
-    """What a given state calls each parameter: its name, or its number in the plain optimizer."""
+    """Find out what a given state calls each parameter: by its name, or by its number in the plain optimizer.
+
+    Raises:
+        ValueError: the state's groups do not have the members of the run's.
+    """
     sizes, known = [len(group["params"]) for group in groups], [len(group) for group in names]
     if sizes != known:
         raise ValueError(
@@ -228,7 +242,7 @@ def _numbering(groups: Sequence[Mapping[str, Any]], names: GroupNames) -> dict[s
 
 
 def _in_order(theirs: Sequence[int | str], members: Sequence[str]) -> Sequence[int | str]:
-    """A checkpoint's members of a group in our order: by name where it has names, else as they come."""
+    """Put a checkpoint's members of a group in our order: by name if it has names, else as they come."""
     if not all(isinstance(member, str) for member in theirs):
         return theirs
     names = set(map(str, theirs))
@@ -241,7 +255,7 @@ def _in_order(theirs: Sequence[int | str], members: Sequence[str]) -> Sequence[i
 
 
 def _split(values: Mapping[Any, Any]) -> tuple[dict[Any, Tensor], dict[Any, Any]]:
-    """Tensors, and everything else."""
+    """Part tensors, without their graphs, from everything else."""
     tensors = {key: value.detach() for key, value in values.items() if isinstance(value, Tensor)}
     return tensors, {key: value for key, value in values.items() if key not in tensors}
 

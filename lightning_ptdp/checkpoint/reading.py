@@ -1,4 +1,4 @@
-"""A whole checkpoint in one process, whatever its form."""
+"""Reads a whole checkpoint in one process, whatever its form."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ from lightning_ptdp.checkpoint.rectangles import Located, Location
 
 
 def read_checkpoint(path: str | Path, *, optimizers: bool = True, weights_only: bool = True) -> dict[str, Any]:
-    """The ordinary nested checkpoint of a folder or a file, on the host, without any process group.
+    """Read a folder or a file as the ordinary nested checkpoint, on the host, without any process group.
 
-    optimizers: whether the states of optimizers are read too. weights_only: as in `torch.load`, True runs no code that
-    the checkpoint holds.
+    Args:
+        path: of the folder or file.
+        optimizers: whether the states of optimizers are read too.
+        weights_only: as in `torch.load`; True runs no code that the checkpoint holds.
 
     Raises:
         FileNotFoundError: there is no such checkpoint.
@@ -40,7 +42,7 @@ def read_checkpoint(path: str | Path, *, optimizers: bool = True, weights_only: 
 
 
 def read_rest(path: str | Path, *, weights_only: bool = True) -> dict[str, Any]:
-    """All of a checkpoint but weights and optimizers; the errors are those of `read_checkpoint`."""
+    """Read all of a checkpoint but weights and optimizers; the errors are those of `read_checkpoint`."""
     where = Path(path)
     check_exists(where)
     loaded = (
@@ -63,7 +65,7 @@ def check_exists(path: Path) -> None:
 
 
 def contents(folder: Folder, *, optimizers: bool) -> tuple[dict[Keys, Stored], list[Keys]]:
-    """The tensors of a checkpoint, and the keys of its other values."""
+    """List the tensors of a checkpoint, and the keys of its other values."""
     tops = folder.tops() if optimizers else ["model"]
     tensors = {(top, *keys): found for top in tops for keys, found in folder.tensors(top).items()}
     return tensors, [(top, *keys) for top in tops for keys in folder.objects(top)]

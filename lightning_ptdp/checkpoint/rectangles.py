@@ -1,4 +1,4 @@
-"""Where what a rank holds lies in the whole tensor, as rectangles.
+"""Describes where what a rank holds lies in the whole tensor, as rectangles.
 
 A tensor-parallel shard may be several runs along a dim (packed projections), and a shard of a sharded optimizer is a
 piece of the flattened local tensor. Both are a few boxes, each with its offset in the whole and a view of local memory,
@@ -20,7 +20,12 @@ Size = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Rectangle:
-    """A box of the whole tensor. offset: index of its first element there. view: its values, in local memory."""
+    """A box of the whole tensor.
+
+    Attributes:
+        offset: index of its first element in the whole tensor.
+        view: its values, in this rank's memory.
+    """
 
     offset: Size
     view: Tensor
@@ -30,8 +35,11 @@ class Rectangle:
 class Located:
     """What a rank holds of a tensor.
 
-    size: shape of the whole. rectangles: disjoint; none where the rank holds nothing. on_tensor_peers, on_replicas:
-    whether those ranks hold the same.
+    Attributes:
+        size: shape of the whole tensor.
+        rectangles: disjoint boxes; none if the rank holds nothing of it.
+        on_tensor_peers: whether all tensor peers of this rank hold the same.
+        on_replicas: whether the ranks of all replicas that stand where this one does hold the same.
     """
 
     size: Size
@@ -40,7 +48,7 @@ class Located:
     on_replicas: bool = True
 
     def copied(self) -> Located:
-        """The same, in host memory of its own."""
+        """Copy it into host memory of its own."""
         copies = tuple(replace(r, view=r.view.detach().to("cpu", copy=True).contiguous()) for r in self.rectangles)
         return replace(self, rectangles=copies)
 
@@ -52,7 +60,13 @@ class Located:
 
 @dataclass(frozen=True, slots=True)
 class _Box:
-    """A box in the whole tensor and in the local one. offset, local: index of its first element in each."""
+    """A box that lies both in the whole tensor and in the local one.
+
+    Attributes:
+        offset: index of its first element in the whole tensor.
+        local: index of its first element in the local tensor.
+        extent: its shape.
+    """
 
     offset: Size
     local: Size
@@ -61,7 +75,14 @@ class _Box:
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """Where a local tensor lies in the whole. size: shape of the whole. shape: that of the local tensor."""
+    """Where a local tensor lies in the whole one.
+
+    Attributes:
+        size: shape of the whole tensor.
+        shape: shape of the local tensor.
+        boxes: make up the local tensor.
+        on_tensor_peers: whether all tensor peers hold the same.
+    """
 
     size: Size
     shape: Size
@@ -70,12 +91,19 @@ class Location:
 
     @classmethod
     def whole(cls, size: Size) -> Location:
-        """The location of a tensor that the rank holds whole."""
+        """Make the location of a tensor that the rank holds whole."""
         return cls(size, size, (_Box((0,) * len(size), (0,) * len(size), size),), on_tensor_peers=True)
 
     @classmethod
     def sharded(cls, shape: Size, shard: Shard, rank: int, size: int) -> Location:
-        """The location of a local tensor of `shape`, on tensor rank `rank` of `size`."""
+        """Make the location of a shard.
+
+        Args:
+            shape: of the local tensor.
+            shard: how the whole tensor is cut.
+            rank: number of this rank among its tensor peers.
+            size: number of tensor peers, t.
+        """
         boxes, start = [], 0
         for piece in shard.pieces(rank, size):
             if piece.length:
@@ -88,12 +116,12 @@ class Location:
         return cls(tuple(whole), shape, tuple(boxes), on_tensor_peers=False)
 
     def of(self, local: Tensor) -> Located:
-        """Locate a local tensor."""
+        """Say what a rank holds whose local tensor this is."""
         found = tuple(Rectangle(box.offset, part(local, box.local, box.extent)) for box in self.boxes)
         return Located(self.size, found, self.on_tensor_peers)
 
     def piece(self, start: int, length: int) -> FlatLocation:
-        """The location of the elements `start` .. `start + length - 1` of the flattened local tensor."""
+        """Make the location of the elements `start` .. `start + length - 1` of the flattened local tensor."""
         return FlatLocation(self, start, length)
 
 
@@ -116,7 +144,7 @@ class FlatLocation:
         return (self.length,)
 
     def of(self, piece: Tensor) -> Located:
-        """Locate the elements of this piece."""
+        """Say what a rank holds whose piece has these elements."""
         found, taken = [], 0
         for corner, extent in _boxes_of_run(self.location.shape, self.start, self.start + self.length):
             values = piece[taken : taken + math.prod(extent)].view(extent)
@@ -131,7 +159,11 @@ class FlatLocation:
 
 
 def _boxes_of_run(shape: Size, start: int, stop: int) -> Iterator[tuple[Size, Size]]:
-    """Corner and extent of the fewest boxes that make up a run of the flattened tensor, in its order."""
+    """Cut the elements `start` .. `stop - 1` of a flattened tensor into the fewest boxes, in their order.
+
+    Yields:
+        The index of each box's first element, and its shape.
+    """
     if start >= stop:
         return
     if len(shape) <= 1:
@@ -149,12 +181,13 @@ def _boxes_of_run(shape: Size, start: int, stop: int) -> Iterator[tuple[Size, Si
 
 
 def _in_row(shape: Size, row: int, start: int, stop: int) -> Iterator[tuple[Size, Size]]:
+    """Do the same within one index of the first dim."""
     for corner, extent in _boxes_of_run(shape[1:], start, stop):
         yield (row, *corner), (1, *extent)
 
 
 def part(tensor: Tensor, corner: Size, extent: Size) -> Tensor:
-    """A view of a box of a tensor."""
+    """Take a view of a box of a tensor."""
     for dim, (start, length) in enumerate(zip(corner, extent, strict=True)):
         tensor = tensor.narrow(dim, start, length)
     return tensor

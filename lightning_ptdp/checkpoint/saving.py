@@ -1,4 +1,4 @@
-"""Writing a checkpoint folder together: prepared by one rank, written by all, given its name by one."""
+"""Writes a checkpoint folder together: one rank prepares it, all write, one gives it its name."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ def save_folder(
 
     Args:
         path: of the folder.
-        tensors, objects: those that this rank writes, and no other.
+        tensors: those that this rank writes, and no other rank.
+        objects: values that are no tensors, likewise.
         meta: everything else; that of the group's first rank is saved.
         order: the names of the plain model, in its order.
         group: the ranks that write.
@@ -57,7 +58,7 @@ def save_folder(
 
 @contextmanager
 def _leaving_nothing(path: Path, group: ProcessGroup) -> Iterator[None]:
-    """Within, a failure of which all ranks know, so that none writes any more, deletes what is half written."""
+    """Delete what is half written if the context fails by a CheckpointError: all ranks know of it, and none writes."""
     try:
         yield
     except CheckpointError:
@@ -102,7 +103,12 @@ def newest_complete(beside: Path, group: ProcessGroup) -> Path | None:
 
 
 def together(act: Callable[[], Any] | None, group: ProcessGroup, what: str) -> None:
-    """Act on some ranks, and let all of them know how it went.
+    """Act on some ranks, and let all of them know how it went; every rank calls it.
+
+    Args:
+        act: what this rank does; None if it has nothing to do.
+        group: the ranks.
+        what: what has failed, in words, if something does.
 
     Raises:
         CheckpointError: on every rank, with the first rank's cause.

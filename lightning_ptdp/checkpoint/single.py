@@ -1,7 +1,7 @@
-"""A checkpoint as one ordinary file, gathered piece by piece: rank 0 never holds more than one whole tensor of it.
+"""Writes a checkpoint as one ordinary file, tensor by tensor: rank 0 never holds more than one whole tensor of it.
 
-Rank 0 writes a file whose tensors have their place and no values yet. Then each tensor in turn is put together from the
-ranks that hold it, and written where it belongs.
+Rank 0 writes a file in which there is room for all tensors, without values. Then each tensor in turn is put together
+from the ranks that hold it, and written where it belongs.
 """
 
 from __future__ import annotations
@@ -25,16 +25,22 @@ from lightning_ptdp.comm.collectives import gather_objects, receive_from, send_t
 from lightning_ptdp.comm.groups import world
 from lightning_ptdp.host.torch import FakeTensorMode, offset_in_file
 
-_BLOCK = 1 << 24  # bytes that are sent at once
+_BLOCK = 1 << 24  # so many bytes are sent at once
 
 Values = dict[Keys, Any]
 Assemble = Callable[[Values], dict[str, Any]]
-"""The nested checkpoint, on rank 0, of values by their keys."""
+"""Nests values by their keys to a checkpoint, on rank 0."""
 
 
 @dataclass(frozen=True)
 class _Outline:
-    """A tensor that ranks hold together. pieces: for each, its rank, offset in the whole, and size."""
+    """A tensor that ranks hold together.
+
+    Attributes:
+        size: shape of the whole tensor.
+        dtype: of its elements.
+        pieces: for each the rank that holds it, its offset in the whole, and its shape.
+    """
 
     size: Size
     dtype: torch.dtype
@@ -46,7 +52,8 @@ def save_file(path: Path, tensors: Mapping[Keys, Located], objects: Mapping[Keys
 
     Args:
         path: of the file.
-        tensors, objects: those that this rank contributes, and no other.
+        tensors: those that this rank contributes, and no other rank.
+        objects: values that are no tensors, likewise.
         assemble: nests values by their keys to a checkpoint.
     """
     outlines, others = _outlines(tensors, objects)
@@ -61,7 +68,7 @@ def save_file(path: Path, tensors: Mapping[Keys, Located], objects: Mapping[Keys
 
 
 def placeholders(outlines: Mapping[Keys, Stored | _Outline]) -> Values:
-    """Tensors without values, to be assembled to a checkpoint for `write_file`."""
+    """Make tensors without values, to be assembled to a checkpoint for `write_file`."""
     with FakeTensorMode():
         return {keys: torch.empty(outline.size, dtype=outline.dtype) for keys, outline in outlines.items()}
 
@@ -69,7 +76,11 @@ def placeholders(outlines: Mapping[Keys, Stored | _Outline]) -> Values:
 def write_file(path: Path, checkpoint: dict[str, Any], values: Values, tensors: Iterable[tuple[Keys, Tensor]]) -> None:
     """Write one file in this process, and give it its name when it is complete; one tensor at a time is in memory.
 
-    checkpoint: with `placeholders`, which are its values by their keys. tensors: what belongs there, on the host.
+    Args:
+        path: of the file.
+        checkpoint: nested, with `placeholders` in the place of tensors.
+        values: the placeholders, by their keys.
+        tensors: the tensors that belong there, by the same keys, on the host.
     """
     aside = path.with_name(f".{path.name}.unfinished")
     try:
@@ -99,7 +110,7 @@ def write_file(path: Path, checkpoint: dict[str, Any], values: Values, tensors: 
 
 
 def gather_whole(tensors: Mapping[Keys, Located], objects: Mapping[Keys, Any], assemble: Assemble) -> dict[str, Any]:
-    """The nested checkpoint with all values in the memory of rank 0; empty elsewhere."""
+    """Gather the nested checkpoint with all values in the memory of rank 0; returns an empty one elsewhere."""
     outlines, others = _outlines(tensors, objects)
     values: Values = {keys: tensor.clone() for keys, tensor in _gathered(outlines, tensors)}
     return assemble({**values, **others}) if world().rank() == 0 else {}
@@ -123,7 +134,7 @@ def _outlines(tensors: Mapping[Keys, Located], objects: Mapping[Keys, Any]) -> t
 
 
 def _gathered(outlines: Mapping[Keys, _Outline], tensors: Mapping[Keys, Located]) -> Iterator[tuple[Keys, Tensor]]:
-    """On rank 0 each whole tensor in turn, on the host; other ranks send theirs meanwhile."""
+    """Yield each whole tensor in turn, on rank 0's host; other ranks send theirs meanwhile, and yield nothing."""
     me = world().rank()
     for keys, outline in outlines.items():
         views = {r.offset: r.view for r in tensors[keys].rectangles} if keys in tensors else {}
@@ -153,7 +164,7 @@ def _whole(outline: _Outline, views: Mapping[Size, Tensor]) -> Tensor:
 
 
 def _blocks(tensor: Tensor) -> Iterator[Tensor]:
-    """Parts along the first dim, small enough to be copied."""
+    """Cut a tensor along the first dim into parts of about `_BLOCK` bytes."""
     if tensor.numel() == 0:
         return
     if tensor.ndim == 0:
@@ -179,7 +190,7 @@ def _write_without_values(path: Path, checkpoint: dict[str, Any]) -> list[tuple[
 
 
 def _offset_of(tensor: Tensor) -> int:
-    """The byte at which a tensor's storage begins in the file that it was loaded from, without values."""
+    """Find the byte at which a tensor's storage begins in the file that it was loaded from, without values."""
     offset = offset_in_file(tensor.untyped_storage())
     assert offset is not None, "loaded without values"
     return int(offset)

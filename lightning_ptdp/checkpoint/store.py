@@ -34,7 +34,10 @@ class Store:
     def save_folder(self, path: Path, contents: Contents, background_world: ProcessGroup | None = None) -> None:
         """Save a folder; with a background group, return once the tensors are copied.
 
-        background_world: a group of all ranks that nothing else uses while the save goes on.
+        Args:
+            path: of the folder.
+            contents: what this rank contributes.
+            background_world: a group of all ranks that nothing else uses while the save goes on; None saves at once.
 
         Raises:
             CheckpointError: on every rank, when one failed; of a save in the background, at the next call.
@@ -49,7 +52,10 @@ class Store:
     def save_file(self, path: Path, contents: Contents, save_whole: SaveWhole | None = None) -> None:
         """Save one ordinary file, the same that one process would save.
 
-        save_whole: what writes it on rank 0, of all tensors in memory; None writes piece by piece.
+        Args:
+            path: of the file.
+            contents: what this rank contributes.
+            save_whole: writes the file on rank 0, with all tensors in memory; None writes tensor by tensor.
 
         Raises:
             CheckpointError: on every rank, when one failed.
@@ -129,7 +135,9 @@ class Store:
     def remove(self, path: Path, remove_whole: Callable[[], None]) -> None:
         """Delete a checkpoint on rank 0, after the save that is under way.
 
-        remove_whole: deletes what is no folder of ours.
+        Args:
+            path: of the checkpoint.
+            remove_whole: deletes it if it is no folder of ours.
         """
         if self._world.rank() != 0:
             return
@@ -144,7 +152,7 @@ class Store:
         self._background.wait()
 
     def close(self) -> None:
-        """As `wait`, for the last time."""
+        """Wait for a save that is under way, and end its thread."""
         self._background.close()
 
 

@@ -1,4 +1,4 @@
-"""Reading a tensor that `torch.save` wrote, to the place where it belongs."""
+"""Reads a tensor that `torch.save` wrote into the memory where it belongs."""
 
 from __future__ import annotations
 
@@ -10,15 +10,19 @@ from torch import Tensor
 
 from lightning_ptdp.host.torch import FakeTensorMode, offset_in_file
 
-_LARGE = 1 << 20  # bytes from which on it pays to look where the values lie
+_LARGE = 1 << 20  # for at least so many bytes it pays to look where the values lie
 
 
 def read_tensor(stream: BinaryIO, offsets: Sequence[int], target: Tensor) -> None:
     """Read the part of a stored tensor that begins at `offsets` and has the target's size.
 
-    Consecutive values go from the file to a contiguous target on the host; others are read whole, and copied.
+    If the part is consecutive in the file, and the target contiguous on the host, values are read straight into it. In
+    all other cases the whole stored tensor is read, and its part copied.
 
-    stream: from the tensor's first byte to its last.
+    Args:
+        stream: from the tensor's first byte to its last.
+        offsets: index of the part's first element in the stored tensor.
+        target: filled.
     """
     if target.nbytes < _LARGE or not _is_direct(target) or not _read_directly(stream, offsets, target):
         stream.seek(0)
@@ -38,7 +42,7 @@ def _is_direct(target: Tensor) -> bool:
 
 
 def _read_directly(stream: BinaryIO, offsets: Sequence[int], target: Tensor) -> bool:
-    """Whether it could be done: the values are consecutive in the file, and of the target's dtype."""
+    """Read straight into the target, if the values are consecutive in the file and of its dtype; returns whether."""
     with FakeTensorMode():
         stored = torch.load(stream, map_location="cpu", weights_only=True)
     if stored.dtype != target.dtype or not stored.is_contiguous() or stored.shape[1:] != target.shape[1:]:

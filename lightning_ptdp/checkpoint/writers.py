@@ -1,4 +1,4 @@
-"""Which of the ranks that hold the same bytes writes them: each byte once, and as even as whole tensors allow."""
+"""Decides which of the ranks that hold a tensor writes it: each once, and as evenly as can be without cutting one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ def assign_writers(
     Of pipeline ranks that hold the same name, one writes; of its tensor peers and replicas, the one with least to do.
 
     Args:
-        tensors, objects: all that this rank holds, by name.
+        tensors: all that this rank holds, by name.
+        objects: values that are no tensors, likewise.
         groups: of this rank.
 
     Returns:
@@ -57,7 +58,8 @@ class _Writers:
 
         Args:
             located: where the tensor lies.
-            tensor, data: the number of this rank among its tensor peers, and its replicas.
+            tensor: the number of this rank among its tensor peers.
+            data: the number of its replica.
         """
         numel = math.prod(located.size)
         if located.on_tensor_peers and located.on_replicas:
@@ -70,7 +72,7 @@ class _Writers:
 
 
 def _next(load: list[float], amount: int) -> int:
-    """The index of the least load, which grows by `amount`."""
+    """Find the index of the least load, and add `amount` to it."""
     i = load.index(min(load))
     load[i] += amount
     return i
