@@ -8,9 +8,9 @@ BlockList = nn.ModuleList | nn.ModuleDict | nn.Sequential
 
 
 def find_blocks(module: nn.Module, name: str | None = None) -> str:
-    """The name of the block list: the `nn.ModuleList` that holds most parameters, or the list called `name`.
+    """Find the name of the block list: the `nn.ModuleList` that holds most parameters, or the list called `name`.
 
-    An `nn.ModuleDict`, and then an `nn.Sequential`, counts where no list of two or more modules exists.
+    If there is no list of two or more modules, an `nn.ModuleDict` counts, and then an `nn.Sequential`.
 
     Raises:
         ValueError: there is no such list, or `name` is not a list of at least one module.

@@ -1,4 +1,4 @@
-"""Hollow modules: what stands in a rank's tree for what another rank owns.
+"""Hollow parameters and modules, which stand in a rank's tree for what another rank owns.
 
 A hollow parameter keeps its name, shape and dtype and costs one element: its values are NaN with stride 0, so that
 reading ``weight.dtype`` works and any real use turns the loss into NaN instead of a silently wrong number. A hollow
@@ -18,7 +18,7 @@ from lightning_ptdp.host.torch import buffers_of, parameters_of, pytree
 
 
 def nan_like(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor of the same shape and dtype that holds one NaN (or zero, for integers) with stride 0."""
+    """Make a tensor of the same shape and dtype that holds one NaN (or zero, for integers) with stride 0."""
     value = float("nan") if tensor.is_floating_point() or tensor.is_complex() else 0
     return torch.full((), value, dtype=tensor.dtype, device=device).expand(tensor.shape)
 
@@ -90,7 +90,7 @@ class ShapeTwin:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # shapes are no work for a compiler
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What the module would return, with the values left out; tensors are on the device of the first input."""
+        """Return what the module would, with NaN for values; tensors are on the device of the first input."""
         leaves, spec = pytree.tree_flatten((args, kwargs))
         device = next((leaf.device for leaf in leaves if isinstance(leaf, Tensor)), torch.device("cpu"))
         key = _signature(leaves, spec)
@@ -118,7 +118,7 @@ def _filled(leaf: Any, device: torch.device) -> Any:
 
 
 def _signature(leaves: list[Any], spec: pytree.TreeSpec) -> Any:
-    """A hashable description of a call's inputs; None where a leaf cannot be hashed."""
+    """Describe a call's inputs by something hashable; None if a leaf cannot be hashed."""
     parts = tuple(
         (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else (type(leaf), leaf) for leaf in leaves
     )

@@ -56,16 +56,16 @@ class OneStage:
         return {name: p.dtype for name, p in self._module.named_parameters(remove_duplicate=False)}
 
     def owners(self, _: str) -> frozenset[int]:
-        """The stage, of every parameter."""
+        """The one stage, which owns every parameter."""
         return frozenset({0})
 
     def owns(self, _: str) -> bool:
-        """True: nothing is anybody else's."""
+        """Return True: no other rank owns a part of the module."""
         return True
 
     @contextmanager
     def whole(self) -> Iterator[None]:
-        """Within, as without: the module lists all of its parameters."""
+        """Do nothing: the module lists all of its parameters anyway."""
         yield
 
     def forward(self, stage: int, microbatch: int, received: Payload | None, run: StepRun) -> tuple[None, Any]:

@@ -17,7 +17,7 @@ from lightning_ptdp.names import join
 from lightning_ptdp.pipeline.blocks import find_blocks
 from lightning_ptdp.pipeline.reading_order import assign_by_source
 
-# A lookup costs no multiplication, but its table is updated and its gradient filled: about this share of a matrix.
+# A lookup costs no multiplication, but its table is updated and its gradient filled: about this part of a matrix' cost.
 EMBEDDING_COST = 0.1
 
 _LAST_WORDS = ("final", "ln_f", "out", "classifier", "pooler")
@@ -26,12 +26,15 @@ _FIRST_WORDS = ("emb", "wte", "wpe")
 
 @dataclass(frozen=True)
 class Partition:
-    """Who owns what.
+    """Which stage owns what.
 
-    blocks: name of the block list. block_names: of its members, in order.
-    bounds: p * v + 1 block indices; stage k owns blocks bounds[k] .. bounds[k + 1] - 1.
-    first, last: names of the modules (or bare parameters) outside the blocks that run before, and after them.
-    shared: names that every stage keeps, their gradients summed.
+    Attributes:
+        blocks: name of the block list.
+        block_names: names of its members, in order.
+        bounds: p * v + 1 block indices; stage k owns blocks bounds[k] .. bounds[k + 1] - 1.
+        first: names of the modules (or bare parameters) outside the blocks that run before them, on the first stage.
+        last: names of those that run after them, on the last stage.
+        shared: names of those that every stage keeps, their gradients summed.
     """
 
     blocks: str
@@ -95,10 +98,14 @@ def partition(
 ) -> Partition:
     """Cut a module into stages.
 
-    num_stages: p * v.
-    blocks: name of the block list; None finds it.
-    split: blocks a stage in stage order; None balances by cost, embeddings and head counted.
-    first, last, shared: names that correct the guess of where modules outside the blocks run.
+    Args:
+        module: whole.
+        num_stages: p * v.
+        blocks: name of the block list; None finds it.
+        split: number of blocks of each stage, in stage order; None balances by cost, embeddings and head counted.
+        first: names of modules outside the blocks that run before them, if the guess is wrong.
+        last: names of those that run after them, likewise.
+        shared: names of those that run on every stage, likewise.
 
     Raises:
         ValueError: fewer blocks than stages, a split that does not add up, or names that do not exist.
@@ -137,7 +144,7 @@ def partition(
 
 
 def _members(module: nn.Module, path: str) -> dict[str, nn.Module]:
-    """The blocks by their names in the list.
+    """List the blocks by their names in the list.
 
     Raises:
         ValueError: one module is in the list several times, or a block is compiled to TorchScript.
@@ -161,9 +168,12 @@ def _members(module: nn.Module, path: str) -> dict[str, nn.Module]:
 
 
 def module_cost(module: nn.Module, name: str = "") -> float:
-    """Relative compute of a module: its matrix elements, with lookups at `EMBEDDING_COST`.
+    """Estimate the relative compute of a module: its matrix elements, with lookups at `EMBEDDING_COST`.
 
-    name: a module or bare parameter below `module`; "" for the module with all below it.
+    Args:
+        module: that holds it.
+        name: a module, whose own parameters count, or a bare parameter below `module`; "" for `module` with all that is
+            below it.
     """
     if not name:
         return sum((module_cost(child, "") for child in module.children()), _own_cost(module))
@@ -180,12 +190,13 @@ def _own_cost(module: nn.Module) -> float:
 
 
 def balance(costs: Sequence[float], num_stages: int, *, before: float = 0.0, after: float = 0.0) -> list[int]:
-    """Bounds of the contiguous split whose dearest stage is cheapest, and among those the most even one.
+    """Find the contiguous split whose dearest stage is cheapest, and among those the most even one.
 
     Args:
-        costs: one of each block.
+        costs: for each block its cost.
         num_stages: p * v.
-        before, after: the costs of what the first and the last stage run besides blocks.
+        before: the cost of what the first stage runs besides blocks.
+        after: the cost of what the last stage runs besides blocks.
 
     Returns:
         p * v + 1 bounds; every stage has at least one block.
@@ -235,7 +246,7 @@ def _best_split(
 def _assign_outside(
     module: nn.Module, blocks: str, *, first: Sequence[str], last: Sequence[str], shared: Sequence[str]
 ) -> dict[str, list[str]]:
-    """Names outside the blocks that hold parameters, each placed first, last or shared."""
+    """Assign each name outside the blocks that holds parameters to "first", "last" or "shared"."""
     given = {"first": first, "last": last, "shared": shared}
     _check_names(module, blocks, given)
     assigned: dict[str, list[str]] = {"first": [], "last": [], "shared": []}
@@ -246,7 +257,7 @@ def _assign_outside(
 
 
 def _outside(module: nn.Module, blocks: str) -> list[str]:
-    """Modules outside the blocks with parameters of their own; for ancestors of the blocks, the bare parameters."""
+    """List modules outside the blocks with parameters of their own; of ancestors of the blocks, these parameters."""
     names = []
     for path, child in module.named_modules():
         if path == blocks or path.startswith(f"{blocks}."):
@@ -262,7 +273,7 @@ def _outside(module: nn.Module, blocks: str) -> list[str]:
 
 
 def _guess(module: nn.Module, blocks: str, name: str) -> str:
-    """Where a module runs: by the model's own plan, the source of its parent's forward, or its kind and name."""
+    """Guess where a module runs: by the model's `_pp_plan`, the source of its parent's forward, or kind and name."""
     parent, _, list_name = blocks.rpartition(".")
     holder, _, leaf = name.rpartition(".")
     if leaf in dict(module.get_submodule(holder).named_parameters(recurse=False)):

@@ -1,4 +1,4 @@
-"""Where a module runs, read off the source of the forward that calls it and the blocks."""
+"""Finds out where a module runs, from the source of the forward that calls it and the blocks."""
 
 from __future__ import annotations
 
@@ -9,9 +9,15 @@ from torch import nn
 
 
 def assign_by_source(module: nn.Module, blocks: str, name: str) -> str | None:
-    """ "first", "last" or "shared" by where the common parent's forward names a module, before or after the blocks.
+    """Read where a module runs: whether the forward of a common parent names it before or after the blocks.
 
-    name, blocks: full names of the module and of the block list. None where the source does not tell.
+    Args:
+        module: the user's.
+        blocks: full name of the block list.
+        name: full name of the module in question.
+
+    Returns:
+        "first", "last", or "shared" if it is named both before and after; None if the source does not tell.
     """
     parent, inside, toward = _common(blocks, name)
     source = _source_of_forward(type(module.get_submodule(parent)))
@@ -30,7 +36,11 @@ def assign_by_source(module: nn.Module, blocks: str, name: str) -> str | None:
 
 
 def _common(blocks: str, name: str) -> tuple[str, str, str]:
-    """The deepest module that holds both, and the next part of each name below it."""
+    """Split two names at the deepest module that holds both.
+
+    Returns:
+        Its name, and what follows it in `name` and in `blocks`, one part each.
+    """
     a, b = blocks.split("."), name.split(".")
     depth = 0
     while depth < min(len(a), len(b)) - 1 and a[depth] == b[depth]:

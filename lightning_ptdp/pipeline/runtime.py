@@ -16,7 +16,8 @@ from lightning_ptdp.schedule import Action, Op, Span
 class Runtime:
     """Takes actions one by one to a stage worker and the wire.
 
-    What passes between two actions lies in `_ready`, by the action that consumes it.
+    What arrives waits in `_arriving` for the compute that consumes it, and what a compute gives in `_leaving` for its
+    send.
     """
 
     def __init__(self, messenger: Messenger, pipeline_ranks: Sequence[int], rank: int) -> None:
@@ -24,7 +25,7 @@ class Runtime:
         Args:
             messenger: the wire.
             pipeline_ranks: global ranks, from the first stage to the last.
-            rank: the place of this rank among them.
+            rank: the number of this rank among them.
         """
         self._messenger, self._ranks, self._rank = messenger, pipeline_ranks, rank
         self._arriving: dict[tuple[Op, int, int], Arriving] = {}
@@ -40,7 +41,11 @@ class Runtime:
     ) -> None:
         """Run the actions in order.
 
-        key: of a microbatch's shapes, the same on all stages. at: told each action before it runs.
+        Args:
+            actions: this rank's part of a lowered program.
+            worker: runs forwards and backwards.
+            key: gives for a microbatch what stands for its shapes, the same on all stages.
+            at: is told each action before it runs.
         """
         table = {
             Op.FORWARD: self._forward,

@@ -63,7 +63,7 @@ class Payload:
         return cls(tensors, structure, tuple(_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves))
 
     def rebuild(self, tensors: tuple[Tensor, ...]) -> Any:
-        """The block's output again, around other tensors."""
+        """Build the block's output again, around other tensors."""
         following = iter(tensors)
         leaves = [next(following) if leaf is _TENSOR else leaf for leaf in self.others]
         return pytree.tree_unflatten(leaves, self.structure)
@@ -175,10 +175,13 @@ class Skeleton:
     """
 
     def __init__(self, module: nn.Module, partition: Partition, stages: tuple[int, ...], device: torch.device) -> None:
-        """Split `module`.
+        """Split a module.
 
-        stages: the stages of this rank, ascending.
-        device: where the rank computes.
+        Args:
+            module: whole.
+            partition: which stage owns what.
+            stages: the stages of this rank, ascending.
+            device: where the rank computes.
         """
         self.partition = partition
         self.stages = stages
@@ -195,7 +198,7 @@ class Skeleton:
 
     @staticmethod
     def of(module: nn.Module) -> Skeleton | None:
-        """The skeleton of a module that was split before."""
+        """Look up the skeleton of a module that was split before; None if it was not."""
         found: Skeleton | None = module.__dict__.get(_ATTRIBUTE)
         return found
 
@@ -218,7 +221,7 @@ class Skeleton:
 
     @contextmanager
     def whole(self) -> Iterator[None]:
-        """Within, `module.parameters()` lists the whole model, hollow parameters included."""
+        """Let `module.parameters()` list the whole model, hollow parameters included, within the context."""
         self._hollow.register()
         try:
             yield
@@ -230,7 +233,14 @@ class Skeleton:
     ) -> tuple[Payload | None, Any]:
         """Run the user's step on a microbatch as `stage`.
 
-        Returns the payload for the next stage and None, or, on the last stage, None and what the step returned.
+        Args:
+            stage: its number.
+            microbatch: its number.
+            received: what the stage below sent; None on the first.
+            run: calls the step.
+
+        Returns:
+            The payload for the next stage and None, or, on the last stage, None and what the step returned.
 
         Raises:
             RuntimeError: the step did not call the model's blocks once each and in order.
@@ -252,7 +262,7 @@ class Skeleton:
         return through.sent, result
 
     def _foreign_names(self, module: nn.Module) -> list[str]:
-        """Parameters that other ranks own, and the buffers of their blocks."""
+        """List parameters that other ranks own, and the buffers of their blocks."""
         names = [name for name, _ in module.named_parameters(remove_duplicate=False) if not self.owns(name)]
         prefix = f"{self.partition.blocks}."
         for name, _ in module.named_buffers(remove_duplicate=False):
@@ -284,7 +294,7 @@ class Skeleton:
 
 
 def aliases_of(module: nn.Module) -> dict[str, tuple[str, ...]]:
-    """For each parameter name, all names of the same parameter (more than one where weights are tied)."""
+    """List for each parameter name all names of the same parameter: several if weights are tied."""
     by_parameter: dict[nn.Parameter, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         by_parameter.setdefault(parameter, []).append(name)

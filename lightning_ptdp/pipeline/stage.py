@@ -1,4 +1,4 @@
-"""Forward and backward of one microbatch on one stage."""
+"""Runs forward and backward of one microbatch on one stage."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class StageWorker:
 
     @property
     def num_live(self) -> int:
-        """Microbatches between forward and backward, over all stages of the rank."""
+        """Number of microbatches between forward and backward, over all stages of the rank."""
         return len(self._live)
 
     def sends_gradient(self, stage: int) -> bool:
@@ -73,7 +73,10 @@ class StageWorker:
     def backward(self, stage: int, microbatch: int, gradients: tuple[Tensor, ...] | None) -> tuple[Tensor, ...]:
         """Run a stage's backward; returns the gradients of what the stage had received, for the stage below.
 
-        gradients: of the floating tensors that the stage sent; None on the last one, and where none comes.
+        Args:
+            stage: its number.
+            microbatch: its number.
+            gradients: of the floating tensors that the stage sent; None on the last stage, and if none comes back.
 
         Raises:
             RuntimeError: no gradient reached what was received.
@@ -107,5 +110,5 @@ def _no_gradient(stage: int) -> RuntimeError:
 
 
 def _edge(tensor: Tensor) -> GradientEdge | None:
-    """Where backward enters for an output; None if it needs no gradient."""
+    """Find where backward enters for an output; None if it needs no gradient."""
     return get_gradient_edge(tensor) if tensor.requires_grad else None

@@ -1,4 +1,4 @@
-"""What a stage asks of the run of a batch: the user's step, the loss that it gives, and the start of its backward."""
+"""The interface by which a stage asks for the user's step, the loss that it gives, and the start of its backward."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ class StepRun(Protocol):
     def call(self, stage: int, microbatch: int, *, is_whole: bool) -> Any:
         """Run the user's step on a microbatch as `stage`; returns what the step returned.
 
-        is_whole: whether the stage is the whole module, where nothing tells `after_blocks`.
+        Args:
+            stage: its number.
+            microbatch: its number.
+            is_whole: whether the stage is the whole module, in which nothing calls `after_blocks`.
         """
 
     def enter_stage(self, stage: int) -> None:
