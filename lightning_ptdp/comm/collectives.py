@@ -53,14 +53,17 @@ def reduce_by_name(tensor: Tensor, group: ProcessGroup, op: str | dist.ReduceOp.
 
 
 def summed_copy(tensor: Tensor, group: ProcessGroup) -> Tensor:
-    """The sum over the group, in a tensor of its own."""
+    """Sum over the group into a tensor of its own."""
     return all_reduce_(tensor.clone(memory_format=torch.contiguous_format), group)
 
 
 def average_gradients(parameters: Iterable[nn.Parameter], fresh: Set[nn.Parameter], group: ProcessGroup) -> None:
-    """Average the ``.grad`` of parameters over the group; where only some ranks have one, the others count as zero.
+    """Average the ``.grad`` of parameters over the group; a rank without one counts as zero if another rank has one.
 
-    parameters: in an order that the ranks share. fresh: those to average; what is so on any rank is on all.
+    Args:
+        parameters: in an order that is the same on all ranks.
+        fresh: those whose gradients are new on this rank. A gradient is averaged if it is new on any rank.
+        group: the ranks.
     """
     members = list(parameters)
     if group.size() == 1 or not members:
@@ -86,7 +89,7 @@ def broadcast_(tensor: Tensor, source: int, group: ProcessGroup) -> Tensor:
 
 
 def broadcast_object(value: Any, source: int, group: ProcessGroup) -> Any:
-    """The picklable object of global rank `source`, on every rank of the group."""
+    """Send a picklable object of global rank `source` to every rank of the group, and return it."""
     if group.size() == 1:
         return value
     box = [value]
@@ -95,7 +98,7 @@ def broadcast_object(value: Any, source: int, group: ProcessGroup) -> Any:
 
 
 def gather_objects(value: Any, group: ProcessGroup) -> list[Any]:
-    """One picklable object of every rank of the group, in group order, on every rank."""
+    """Collect one picklable object of every rank of the group, in group order, on every rank."""
     if group.size() == 1:
         return [value]
     values: list[Any] = [None] * group.size()
@@ -120,7 +123,7 @@ def barrier(group: ProcessGroup) -> None:
 
 
 def chunk_sizes(length: int, parts: int) -> list[int]:
-    """Sizes of the pieces into which `torch.chunk` cuts, with empty pieces where it gives fewer."""
+    """Sizes of the pieces into which `torch.chunk` cuts; 0 for pieces that it does not give."""
     step = -(-length // parts)
     return [max(0, min(step, length - i * step)) for i in range(parts)]
 
@@ -275,7 +278,7 @@ def gather_from(tensor: Tensor, group: ProcessGroup, dim: int, length: int) -> T
 
 
 def scatter_to(tensor: Tensor, group: ProcessGroup, dim: int) -> Tensor:
-    """This rank's piece along `dim` of a replicated tensor; the gradient is joined again."""
+    """Take this rank's piece along `dim` of a replicated tensor; the gradient is joined again."""
     return tensor if group.size() == 1 else _apply(_ScatterTo, tensor, group, dim)
 
 
@@ -285,9 +288,13 @@ def gather_to(tensor: Tensor, group: ProcessGroup, dim: int) -> Tensor:
 
 
 def gathered_to(part: Tensor, whole: Tensor, group: ProcessGroup, dim: int) -> Tensor:
-    """As `gather_to` of `part`, where the joined values are there already.
+    """Do what `gather_to` of `part` does, if the joined values are there already.
 
-    whole: what all parts make, without a graph.
+    Args:
+        part: this rank's piece, to which the gradient goes.
+        whole: what all pieces make, without a graph.
+        group: the ranks.
+        dim: along which pieces are joined.
     """
     joined: Tensor = _apply(_GatheredTo, part, whole, group, dim)
     return joined
@@ -306,7 +313,7 @@ def _apply(function: type[torch.autograd.Function], *args: Any) -> Tensor:
 
 
 def gather_objects_to(value: Any, destination: int, group: ProcessGroup) -> list[Any] | None:
-    """One picklable object of every rank of the group, in group order, on global rank `destination`; None elsewhere."""
+    """Collect a picklable object of every rank of the group, in its order, on rank `destination`; None elsewhere."""
     if group.size() == 1:
         return [value]
     values: list[Any] | None = [None] * group.size() if dist.get_rank() == destination else None

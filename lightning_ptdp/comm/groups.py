@@ -28,7 +28,7 @@ AXES = ("pipeline", "data", "tensor")
 
 
 def backend_for(device: torch.device, asked: str | None) -> str:
-    """The backend of a run's groups: gloo on CPUs; on GPUs NCCL, or what was asked for, with gloo for the host.
+    """Choose the backend of a run's groups: gloo on CPUs; on GPUs NCCL, or what was asked for, with gloo for the host.
 
     Small control messages stay on the host.
     """
@@ -43,8 +43,10 @@ def join_world(backend: str, *, address: str, port: int, rank: int, world_size: 
 
     Args:
         backend: such as "nccl" or "gloo".
-        address, port: where global rank 0 listens.
-        rank, world_size: of this process.
+        address: of the machine on which global rank 0 listens.
+        port: on which it listens.
+        rank: global rank of this process.
+        world_size: number of all processes.
         timeout: after which a collective fails.
     """
     if dist.is_initialized():
@@ -63,7 +65,7 @@ def world() -> ProcessGroup:
 
 
 def world_copy() -> ProcessGroup:
-    """Another group of all ranks, on the host, for messages that run beside those of the world; all ranks call it."""
+    """Make another group of all ranks, on the host, for messages beside those of the world; all ranks call it."""
     group = dist.new_group(backend="gloo")
     assert isinstance(group, ProcessGroup), "every rank belongs to it"
     return group

@@ -82,7 +82,13 @@ class InProcessWorld:
         return [results[rank] for rank in range(size)]
 
     def wait(self, rank: int, is_ready: Callable[[], bool], what: str) -> None:
-        """Let other ranks run until `is_ready()`. what: that is waited for, in words."""
+        """Let other ranks run until this one can go on.
+
+        Args:
+            rank: that waits.
+            is_ready: tells whether it can go on.
+            what: it waits for, in words.
+        """
         if is_ready():
             return
         mine = _Generators()
@@ -93,7 +99,7 @@ class InProcessWorld:
         self._raise_if_ended()
 
     def meetings(self, name: str, ranks: tuple[int, ...]) -> _Meetings:
-        """Where the collectives of a group meet."""
+        """Look up where the ranks of a group meet for collectives and messages."""
         return self._meetings.setdefault((name, ranks), _Meetings())
 
     def _await_turn(self, rank: int, generators: _Generators) -> None:
@@ -142,7 +148,7 @@ class InProcessWorld:
 
 
 def rank_in(group: dist.ProcessGroup, rank: int) -> int:
-    """The number of a global rank among the ranks of a group."""
+    """Find the number of a global rank among the ranks of a group."""
     return group.ranks.index(rank) if isinstance(group, InProcessGroup) else dist.get_group_rank(group, rank)
 
 
@@ -153,7 +159,7 @@ class _Generators:
         self._states = torch.get_rng_state(), numpy.random.get_state(), random.getstate()
 
     def restore(self) -> None:
-        """Put them back there."""
+        """Put the generators back there."""
         state, arrays, python = self._states
         torch.set_rng_state(state)
         numpy.random.set_state(arrays)
@@ -162,7 +168,7 @@ class _Generators:
 
 @dataclass
 class _Meeting:
-    """One collective: what each member gave, by its number; `taken` counts those who have the result."""
+    """One collective: what each member gave, by its number. `taken` counts the members that have the result."""
 
     kind: str
     given: dict[int, Any] = field(default_factory=dict)
@@ -181,7 +187,13 @@ class InProcessGroup(dist.ProcessGroup):
     """A process group of threads. A rank has an object of its own for each group that it is in."""
 
     def __init__(self, world: InProcessWorld, name: str, ranks: tuple[int, ...], rank: int) -> None:
-        """ranks: global ones, in the group's order. rank: of this thread, one of them."""
+        """
+        Args:
+            world: that the group belongs to.
+            name: of the group, for messages.
+            ranks: its global ranks, in order.
+            rank: the global rank of this thread, one of them.
+        """
         super().__init__(ranks.index(rank), len(ranks))  # type: ignore[call-arg]  # the stubs know one of its forms
         self.ranks = ranks
         self._world, self._name, self._rank = world, name, rank
@@ -263,7 +275,15 @@ class InProcessGroup(dist.ProcessGroup):
         return self._meetings.messages.setdefault((source, destination), {})
 
     def _meet(self, kind: str, mine: Any) -> list[Any]:
-        """What every member gave to its collective of this number, in the group's order."""
+        """Wait for all members, and return what each gave to its collective of the same number, in the group's order.
+
+        Args:
+            kind: of the collective, in words.
+            mine: what this member gives.
+
+        Raises:
+            RuntimeError: another member calls another collective.
+        """
         number, self._num_collectives = self._num_collectives, self._num_collectives + 1
         meeting = self._meetings.collectives.setdefault(number, _Meeting(kind))
         if meeting.kind != kind:
@@ -288,7 +308,11 @@ class _Work(dist.Work):
     def __init__(
         self, is_completed: Callable[[], bool] | None = None, finish: Callable[[], None] | None = None
     ) -> None:
-        """is_completed, finish: None where there is nothing left to do."""
+        """
+        Args:
+            is_completed: tells whether the work is done; None if it is.
+            finish: does the rest of it; None if there is none.
+        """
         super().__init__()
         self._is_completed, self._finish = is_completed, finish
 

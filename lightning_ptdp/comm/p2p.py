@@ -1,4 +1,4 @@
-"""Tensors from stage to stage, in the order of the program.
+"""Sends tensors from stage to stage, in the order of the program.
 
 The wire has no tags that every backend honours, so both ranks of a pair issue their messages in the same order: the
 lowered program's. A receive is posted where the sender sends and waited for by its consumer.
@@ -26,7 +26,7 @@ from lightning_ptdp.comm.in_process import rank_in
 from lightning_ptdp.comm.scatter_gather import ScatterGather
 
 MessageKey = tuple[str, Hashable]
-"""What a message is: words that name its cut and direction, and what stands for the shapes of the microbatch."""
+"""Names a message: words for its cut and direction, and what stands for the shapes of the microbatch."""
 
 # Messages that a rank keeps because they may not have left. Gloo knows that of a send only once it has been waited for;
 # waiting cannot deadlock, since a lowered program runs even if every send blocks until its receive is posted.
@@ -35,9 +35,12 @@ _MAX_IN_FLIGHT = 2
 
 @dataclass(frozen=True)
 class Envelope:
-    """What a message holds: shape and dtype of each tensor, and anything else that the receiver needs to know.
+    """What goes ahead of a message.
 
-    in_parts: for each tensor, whether each tensor peer sends a part of it.
+    Attributes:
+        tensors: shape and dtype of each tensor.
+        extra: anything else that the receiver needs to know.
+        in_parts: for each tensor, whether each tensor peer sends a part of it.
     """
 
     tensors: tuple[tuple[tuple[int, ...], torch.dtype], ...]
@@ -47,9 +50,13 @@ class Envelope:
 
 @dataclass
 class Arriving:
-    """Tensors on their way, and the works to wait for.
+    """Tensors on their way.
 
-    tensors: as they come, whole or a part. scatter_gather: joins parts; None where there are none.
+    Attributes:
+        envelope: what is known of them.
+        tensors: where they arrive, each whole or in part.
+        works: to wait for.
+        scatter_gather: joins parts; None if nothing is sent in parts.
     """
 
     envelope: Envelope
@@ -58,7 +65,7 @@ class Arriving:
     scatter_gather: ScatterGather | None
 
     def wait(self) -> tuple[Tensor, ...]:
-        """The tensors, complete. Tensor peers call it in the same order."""
+        """Wait for the tensors, and return them whole. Tensor peers call it in the same order."""
         for work in self.works:
             work.wait()
         return tuple(
@@ -85,7 +92,7 @@ class Messenger:
         self._in_flight: deque[tuple[list[dist.Work], list[Tensor]]] = deque()
 
     def send(self, tensors: tuple[Tensor, ...], destination: int, key: MessageKey, extra: Any = None) -> None:
-        """Start to send; the tensors are kept until they are gone, those of a few messages at most.
+        """Start to send tensors, which are kept until they have left; those of a few messages at most are.
 
         Args:
             tensors: of any shapes, which are the same whenever the key is.
@@ -167,5 +174,5 @@ class Messenger:
         return tensor
 
     def flush(self) -> None:
-        """Wait until everything sent is gone."""
+        """Wait until all that was sent has left."""
         self._settle(0)

@@ -38,9 +38,9 @@ class ScatterGather:
         self._measured: list[Tensor] = []
 
     def alike(self, tensors: Sequence[Tensor]) -> tuple[bool, ...]:
-        """Which tensors have the same bits on every peer and can be shared out; the peers call it together.
+        """Find the tensors that have the same bits on every peer and can go in parts; the peers call it together.
 
-        Only floating tensors are, whose length the group's size divides.
+        Only floating tensors can, whose length the group's size divides.
         """
         size = self._group.size()
         if size == 1:
