@@ -1,4 +1,4 @@
-"""What only some ranks know reaches all that need it: weights, losses and logged values.
+"""Tells all ranks what only some know: weights, losses and logged values.
 
 After each step, the last stage of each replica describes it by a schema (names, kinds) and numbers. Numbers of all
 replicas are merged, schemas only where they differ, and the result goes to all ranks of the replica. In the steady
@@ -21,19 +21,25 @@ from lightning_ptdp.comm.collectives import all_gather_dim, broadcast_, broadcas
 from lightning_ptdp.comm.groups import Groups
 from lightning_ptdp.topology import Coordinate
 
-_HEAD = 6  # numbers before those of the logged values
+_HEAD = 6  # so many numbers of a report come before those of the logged values
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why a value cannot be logged: an exception in parts, and the line of the user's call."""
+    """Why a value cannot be logged, in a form that can travel.
+
+    Attributes:
+        kind: of the exception.
+        message: its text.
+        where: the line of the user's call.
+    """
 
     kind: type[Exception]
     message: str
     where: str
 
     def error(self) -> Exception:
-        """The exception, to raise."""
+        """Make the exception, to raise."""
         error = self.kind(self.message)
         error.add_note(f"logged at {self.where}")
         return error
@@ -43,11 +49,16 @@ class Refusal:
 class Key:
     """One call of `log`: how its values merge, and what it was called with.
 
-    reduce: "mean", "sum", "min" or "max". is_synced: whether its values merge over the replicas (sync_dist=True).
-    arguments: the user's other arguments to `log`, as sorted pairs. call: how many with this name came before in the
-    step or hook. metric: the name of the Metric object that was logged, else None. refusal: why the call is an error,
-    if it is. dtype: of the value. has_value: False for a Metric without a value of this step. The last two may differ
-    between calls that merge.
+    Attributes:
+        name: under which the value is logged.
+        reduce: "mean", "sum", "min" or "max".
+        is_synced: whether its values merge over the replicas (sync_dist=True).
+        arguments: the user's other arguments to `log`, as sorted pairs.
+        call: how many calls with this name came before in the step or hook.
+        metric: the name of the Metric object that was logged, else None.
+        refusal: why the call is an error, if it is.
+        dtype: of the value. It may differ between calls that merge, and so may has_value.
+        has_value: False for a Metric without a value of this step.
     """
 
     name: str
@@ -73,7 +84,11 @@ class Key:
 class Logged:
     """The value of a key, over a microbatch, a replica's batch, or the whole batch.
 
-    weight: what the value counts in a mean. batch_size: how many samples it is about.
+    Attributes:
+        key: the call of `log`.
+        value: what was logged.
+        weight: what the value counts in a mean.
+        batch_size: how many samples it is about.
     """
 
     key: Key
@@ -86,9 +101,14 @@ class Logged:
 class StepReport:
     """The result of a step, on a replica or on all.
 
-    weight: sum of the microbatches' weights. weighted_loss: sum of weight * loss. scale: see `BatchRun`.
-    num_samples: rows of the batch. has_output: whether the step returned more than a loss. logged: what it logged.
-    is_skipped: whether it returned None for every microbatch.
+    Attributes:
+        weight: sum of the microbatches' weights.
+        weighted_loss: sum of weight * loss.
+        scale: see `BatchRun`.
+        num_samples: rows of the batch.
+        has_output: whether the step returned more than a loss.
+        logged: what it logged.
+        is_skipped: whether it returned None for every microbatch.
     """
 
     weight: float
@@ -101,17 +121,17 @@ class StepReport:
 
     @property
     def loss(self) -> float:
-        """The mean over everything that counts; 0 where nothing does."""
+        """The mean loss over everything that counts; 0 if nothing does."""
         return self.weighted_loss / self.weight if self.weight else 0.0
 
     @property
     def factor(self) -> float:
-        """What the gradients of the batch have still to be multiplied by; 0 where nothing counts."""
+        """What the gradients of the batch have still to be multiplied by; 0 if nothing counts."""
         return self.scale / self.weight if self.weight else 0.0
 
 
 def merge(values: Sequence[Logged]) -> Logged:
-    """One value for several of the same key, by the key's reduction.
+    """Merge values of one key into one, by the key's reduction.
 
     Values without samples are left out unless there are no others, and so is the mean of nothing (NaN, of weight 0).
     """
@@ -130,7 +150,8 @@ def merge(values: Sequence[Logged]) -> Logged:
 class Exchange:
     """Lets all ranks know what some report.
 
-    speaks: whether this rank reports for its replica, as the first tensor rank of the last stage does.
+    Attributes:
+        speaks: whether this rank reports for its replica: it is the first tensor rank of the last stage.
     """
 
     def __init__(self, groups: Groups) -> None:

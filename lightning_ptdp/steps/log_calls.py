@@ -1,4 +1,4 @@
-"""A call of `self.log`, as a value that can wait, merge and travel, and its replay through Lightning's own `log`."""
+"""Turns calls of `self.log` into values that can wait, merge and travel, and makes the calls of Lightning's `log`."""
 
 from __future__ import annotations
 
@@ -41,7 +41,10 @@ _POSITIONAL = (
 class LogCall:
     """A call of `log`.
 
-    value: a scalar tensor; None for a Metric without a value of this step. batch_size: None where the user gave none.
+    Attributes:
+        key: how its values merge, and what it was called with.
+        value: a scalar tensor; None for a Metric without a value of this step.
+        batch_size: as the user gave it, if so.
     """
 
     key: Key
@@ -52,7 +55,8 @@ class LogCall:
 class LogCalls:
     """Reads the calls of one module's `log`, and makes them.
 
-    log: the module's own, which the class defines.
+    Attributes:
+        log: the module's own, which its class defines.
     """
 
     def __init__(self, module: pl.LightningModule) -> None:
@@ -64,8 +68,10 @@ class LogCalls:
         """Take down a call; the key of one that Lightning refuses holds the error.
 
         Args:
-            name, value: as for `log`.
-            args, kwargs: what followed the value.
+            name: the first argument of `log`.
+            value: its second argument.
+            args: what followed the value.
+            kwargs: its keyword arguments.
             call: how many of this name came before in the step or hook.
         """
         given = named(args, kwargs)
@@ -95,7 +101,7 @@ class LogCalls:
         return LogCall(key, tensor, None if batch_size is None else float(batch_size))
 
     def make(self, key: Key, value: Any, batch_size: int | None) -> None:
-        """Call Lightning's own `log`."""
+        """Call Lightning's own `log` with a value that ranks have merged, as the key says."""
         arguments = dict(key.arguments)
         if key.metric is not None:
             arguments["metric_attribute"] = key.metric
@@ -143,7 +149,7 @@ class LogCalls:
     def _refusal(
         self, error: Exception, name: str, value: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Refusal:
-        """The error in Lightning's words, where it has any."""
+        """Make a refusal of an error, in Lightning's words if it refuses the call, too."""
         try:
             self.log(name, value, *args, **kwargs)
         except Exception as lightnings:
@@ -152,7 +158,7 @@ class LogCalls:
 
 
 def named(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of `log` after the value, by name."""
+    """Name the arguments of `log` that follow the value."""
     return dict(zip(_POSITIONAL, args, strict=False)) | dict(kwargs)
 
 

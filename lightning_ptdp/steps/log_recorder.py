@@ -1,4 +1,4 @@
-"""`self.log` under a schedule: recorded while a step runs, merged, and replayed once on every rank.
+"""Records calls of `self.log` while a step runs under a schedule, and merges them, to be made once on every rank.
 
 A step runs once a microbatch, and only the last stage's run reaches what follows the model. The calls recorded there
 are merged over microbatches, told to all ranks (`exchange`), and passed to Lightning's own `log` on every rank, as if
@@ -24,11 +24,13 @@ from lightning_ptdp.steps.log_calls import LogCall, LogCalls
 from lightning_ptdp.steps.metrics import StepMetrics
 
 Outside = Callable[[str, Any, tuple[Any, ...], dict[str, Any]], None]
-"""What takes the calls that are made outside of steps: name, value, and the other arguments."""
+"""Takes a call that is made outside of steps: name, value, and the other arguments."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Record:
+    """A recorded call, the samples that it is about, and the number of its microbatch."""
+
     call: LogCall
     batch_size: float
     microbatch: int
@@ -40,7 +42,13 @@ class LogRecorder:
     def __init__(
         self, module: pl.LightningModule, calls: LogCalls, metrics: StepMetrics, outside: Outside | None = None
     ) -> None:
-        """outside: None passes calls outside of steps to Lightning's own `log`."""
+        """
+        Args:
+            module: the user's.
+            calls: reads and makes its calls of `log`.
+            metrics: know the values of metrics over a whole step.
+            outside: takes calls outside of steps; None passes them to Lightning's own `log`.
+        """
         self._module, self._calls, self._metrics, self._outside = module, calls, metrics, outside
         self._records: list[_Record] | None = None
         self._microbatch, self._num_samples = 0, 0
@@ -56,7 +64,7 @@ class LogRecorder:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Within, calls are recorded."""
+        """Record calls within the context, which is that of a step."""
         self._records = []
         try:
             yield
@@ -65,7 +73,7 @@ class LogRecorder:
 
     @contextmanager
     def microbatch(self, index: int, num_samples: int, *, keep: bool) -> Iterator[None]:
-        """Within, calls belong to this microbatch.
+        """Take the calls within the context for those of a microbatch.
 
         Args:
             index: of the microbatch in its batch.

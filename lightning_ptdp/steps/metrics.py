@@ -1,4 +1,4 @@
-"""torchmetrics objects in a module: updated on the last stage, computed alike on every rank."""
+"""Lets torchmetrics objects in a module, which the last stage updates, compute alike on every rank."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def _copy(value: Any) -> Any:
 
 @contextmanager
 def frozen_metrics(module: nn.Module) -> Iterator[None]:
-    """Within, metrics may be updated; afterwards they stand where they stood.
+    """Let metrics be updated within the context, and put them back where they stood afterwards.
 
     They still know that they were updated, so that a replica without samples of its own computes what others have.
     """
@@ -93,7 +93,7 @@ def frozen_metrics(module: nn.Module) -> Iterator[None]:
 
 
 class StepMetrics:
-    """The values of metrics over a whole step, whose microbatches each update them.
+    """Knows the values of metrics over a whole step, whose microbatches each update them.
 
     A value of the step is not the mean of the values of its microbatches (think of precision, or of a median). So each
     metric has a twin that sees what the metric's forward sees, and forgets it when the next step begins.
@@ -121,7 +121,7 @@ class StepMetrics:
 
     @contextmanager
     def microbatch(self, *, counts: bool) -> Iterator[None]:
-        """Within, metrics are followed if the microbatch counts as a part of its step."""
+        """Follow metrics within the context, if the microbatch counts as a part of its step."""
         self._counts = counts
         try:
             yield

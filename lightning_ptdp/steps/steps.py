@@ -1,4 +1,4 @@
-"""A user's step on a batch: run by the engine, its logs merged, its result known on every rank."""
+"""Runs a user's step on a batch: by the engine, with its logs merged, and its result known on every rank."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ Context = Callable[[], AbstractContextManager[None]]
 
 
 class StepPrecision(Protocol):
-    """What a training step asks of a precision plug-in."""
+    """The part of a precision plug-in that a training step uses."""
 
     @property
     def loss_dtype(self) -> torch.dtype:
-        """Of the loss that a step returns."""
+        """The dtype of the loss that a step returns."""
 
     @property
     def scale(self) -> float:
         """What `backward` multiplies the loss by."""
 
     def train_step_context(self) -> AbstractContextManager[None]:
-        """Within, the user's step runs."""
+        """Return the context within which the user's step runs."""
 
     def backward(self, tensor: Tensor, model: Any, optimizer: Any) -> None:
-        """Run backward from a loss, scaled."""
+        """Run backward from a loss, multiplied by the scale."""
 
 
 class Steps:
@@ -91,7 +91,9 @@ class Steps:
         """Run forward and backward of a batch; its gradients join those of the accumulation window.
 
         Args:
-            args, kwargs: of the user's training_step, the batch first.
+            args: of the user's training_step, the batch first.
+            kwargs: its keyword arguments.
+            window: where the batch stands in training.
             precision: of the step, its backward and its loss.
 
         Returns:
@@ -142,8 +144,15 @@ class Steps:
     ) -> Any:
         """Run the forward of a batch; returns what the step returned for it.
 
-        size: samples a microbatch, None for all. counts: False for a batch that only keeps a replica in step.
-        joins_replicas: whether replicas run as many steps, and logs merge over them.
+        Args:
+            step: the user's validation_step, test_step or predict_step.
+            context: of the precision plug-in.
+            args: of the step, the batch first.
+            kwargs: its keyword arguments.
+            number: names the random streams.
+            size: samples in a microbatch; None runs the batch in one piece.
+            counts: False for a batch that the replica only runs because others have one more.
+            joins_replicas: whether all replicas run the same number of steps, and logs merge over them.
         """
         user_step = self._user_step(step, context, args, kwargs)
         with self._running(), nullcontext() if counts else self._uncounted():
@@ -174,7 +183,7 @@ class Steps:
     def _user_step(
         self, step: Callable[..., Any], context: Context, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Callable[[Microbatch, bool], Any]:
-        """The user's step as the engine calls it, its log calls under the microbatch's name."""
+        """Wrap the user's step as the engine calls it, so that its log calls belong to the microbatch."""
         rows = num_samples(batch_of(args, kwargs))
 
         def run(microbatch: Microbatch, keep: bool) -> Any:
@@ -192,7 +201,14 @@ class Steps:
     def _step_report(
         self, run: BatchRun, *, has_output: bool, counts: bool = True, joins_replicas: bool = True
     ) -> StepReport:
-        """What the last stages know of the step, on every rank. counts: whether this replica's samples do."""
+        """Tell every rank what the last stages know of the step.
+
+        Args:
+            run: the batch, which has run.
+            has_output: whether the step returned more than a loss.
+            counts: whether this replica's samples count.
+            joins_replicas: whether reports merge over the replicas.
+        """
         mine = None
         if self._exchange.speaks:
             weights, losses = run.weight_numbers, run.loss_numbers
@@ -208,7 +224,7 @@ class Steps:
         return self._exchange.tell_all(mine, joins_replicas=joins_replicas)
 
     def _from_last_stage(self, value: Any) -> Any:
-        """A value of the last stage on all ranks of its pipeline."""
+        """Send a value of the last stage to all ranks of its pipeline, and return it."""
         groups = self._engine.groups
         if groups.topology.pipeline_parallel_size == 1:
             return value
@@ -218,13 +234,13 @@ class Steps:
 
     @contextmanager
     def _uncounted(self) -> Iterator[None]:
-        """Within, a step leaves no trace in the module."""
+        """Keep a step within the context from leaving a trace in the module."""
         with frozen_metrics(self._module), state_set_aside(self._module):
             yield
 
     @contextmanager
     def _running(self) -> Iterator[None]:
-        """Within, the user's step runs and its logs are recorded."""
+        """Record the logs of the user's step, which runs within the context."""
         self.is_in_step = True
         self._hooks.enter_step()
         self._metrics.start()
@@ -236,7 +252,7 @@ class Steps:
 
     @contextmanager
     def _posting_failures(self) -> Iterator[None]:
-        """Within, a failure is posted at once, for peers to learn."""
+        """Post a failure within the context at once, for the other ranks to read."""
         try:
             yield
         except Exception as error:
@@ -256,5 +272,5 @@ def edits_gradients(trainer: pl.Trainer, module: pl.LightningModule) -> bool:
 
 
 def batch_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The batch among a step's arguments."""
+    """Find the batch among a step's arguments."""
     return args[0] if args else kwargs["batch"]
