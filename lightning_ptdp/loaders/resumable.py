@@ -26,8 +26,9 @@ Position = dict[str, Any]
 class _Draw:
     """Stands between a loader and its sampler: gives what the sampler draws, or for one pass the rest of an epoch.
 
-    drawn_from: where the random generators stood when the order of the pass was drawn.
-    rest: makes the draws of the coming pass; used up by it. None lets the sampler draw.
+    Attributes:
+        drawn_from: where the random generators stood when the order of the pass was drawn.
+        rest: makes the draws of the coming pass, and is used up by it. None lets the sampler draw.
     """
 
     def __init__(self, source: Any, generators: list[torch.Generator]) -> None:

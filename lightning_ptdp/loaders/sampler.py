@@ -1,4 +1,4 @@
-"""Which samples and batches a replica evaluates or predicts: each exactly once."""
+"""Samplers by which replicas evaluate or predict each sample exactly once."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class UnrepeatedSampler(Sampler[int]):
         return islice(self.sampler, len(self))
 
     def set_epoch(self, epoch: int) -> None:
-        """As a `DistributedSampler` does."""
+        """Tell the sampler which epoch comes, as a `DistributedSampler` wants it."""
         self.sampler.set_epoch(epoch)
 
 
@@ -58,7 +58,7 @@ def _length(sampler: DistributedSampler[Any]) -> int:
 
 
 class Batches(Protocol):
-    """What draws batches, such as a `BatchSampler`."""
+    """Draws batches, as a `BatchSampler` does."""
 
     def __iter__(self) -> Iterator[Any]: ...
 
@@ -73,7 +73,12 @@ class BatchesOfReplica:
     """
 
     def __init__(self, batches: Batches, *, replica: int, num_replicas: int) -> None:
-        """batches: drawn in the same order by every replica."""
+        """
+        Args:
+            batches: drawn in the same order by every replica.
+            replica: number of this one.
+            num_replicas: d.
+        """
         self.batches, self._replica, self._num_replicas = batches, replica, num_replicas
 
     def __len__(self) -> int:
