@@ -1,4 +1,4 @@
-"""Where the loops are: steps and hooks are not told which batch they are about."""
+"""Follows where the Trainer's loops are, since steps and hooks are not told which batch they are about."""
 
 from __future__ import annotations
 
@@ -18,7 +18,11 @@ class LoopProgress(Callback):
 
     It goes first among the Trainer's callbacks, so that the hooks of others find it up to date.
 
-    num_samples: rows of that batch, 0 if it does not count; None outside of batches.
+    Attributes:
+        batch_idx: number of that batch in its loader.
+        dataloader_idx: number of the loader.
+        is_ghost: whether the batch does not count on this replica.
+        num_samples: rows of the batch, 0 if it does not count; None outside of batches.
     """
 
     def __init__(self) -> None:

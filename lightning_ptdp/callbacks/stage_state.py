@@ -1,4 +1,4 @@
-"""Python state that steps leave on a LightningModule, carried to the stages where the step did not reach it.
+"""Carries Python state that steps leave on a LightningModule to the stages where the step did not get to.
 
     def validation_step(self, batch, batch_idx):
         self.losses.append(self.loss(batch))         # behind the model: runs on the last stage
@@ -111,8 +111,9 @@ def _lightnings_own() -> frozenset[str]:
 class Trace:
     """What a value looked like; two traces are equal if it did not change.
 
-    tokens: plain values, and the identities and counts of edits of what lies within. held: what is named by identity,
-    kept so that no identity is reused.
+    Attributes:
+        tokens: plain values, and the identities and counts of edits of what lies within.
+        held: what the tokens name by identity, kept so that no other object gets that identity.
     """
 
     tokens: list[Any]
@@ -183,7 +184,12 @@ def changes(before: Mapping[str, Trace], now: Mapping[str, Any]) -> dict[str, An
 
 @dataclass(frozen=True)
 class Parcel:
-    """Attributes on their way. content: what torch.save made of them. stuck: names of those that cannot be saved."""
+    """Attributes on their way to another stage.
+
+    Attributes:
+        content: what torch.save made of them.
+        stuck: names of those that cannot be saved.
+    """
 
     GONE = "lightning_ptdp: the attribute was deleted"
 
@@ -192,7 +198,7 @@ class Parcel:
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Parcel:
-        """All values in one piece, so that what they share stays shared."""
+        """Pack all values in one piece, so that what they share stays shared."""
         if not values:
             return cls()
         try:
@@ -250,7 +256,7 @@ def _refill(target: Any, value: Any) -> bool:
 
 @contextmanager
 def state_set_aside(module: pl.LightningModule) -> Iterator[None]:
-    """Within, steps work on copies of the module's state; afterwards it is what it was."""
+    """Let steps within the context work on copies of the module's state; afterwards it is what it was."""
     state = state_of(module)
     plain = {name: value for name, value in state.items() if not isinstance(value, _OPAQUE) and _is_plain(value)}
     vars(module).update(copy.deepcopy(plain, dict(_members(plain.values()))))
