@@ -15,9 +15,15 @@ from typing import Any
 class LossScale:
     """A scale and how it changes; all ranks make the same decisions.
 
-    value: the scale. It is multiplied by growth_factor after growth_interval good steps in a row, and by
-    backoff_factor, but to no less than minimum, after hysteresis bad steps without a growth between them.
-    good_steps: good ones in a row, so far. patience: bad ones until it backs off.
+    Attributes:
+        value: the scale.
+        growth_factor: what the scale is multiplied by when it grows.
+        growth_interval: it grows after so many good steps in a row.
+        backoff_factor: what the scale is multiplied by when it backs off.
+        minimum: it does not get smaller than this.
+        hysteresis: since the last growth, so many bad steps must come until it backs off; it then does at each one.
+        good_steps: good steps in a row, so far.
+        patience: bad steps until it backs off.
 
     Raises:
         ValueError: the numbers make no sense.
@@ -49,11 +55,11 @@ class LossScale:
 
     @property
     def is_lowest(self) -> bool:
-        """Whether it cannot back off."""
+        """Whether the scale cannot back off any more."""
         return self.value <= self.minimum
 
     def update(self, *, is_finite: bool) -> None:
-        """Take note of a step."""
+        """Take note of a step, and change the scale if it is time."""
         if is_finite:
             self.good_steps += 1
             if self.good_steps >= self.growth_interval:

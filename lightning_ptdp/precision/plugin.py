@@ -18,7 +18,7 @@ from lightning_ptdp.host.lightning import HooksPrecision
 from lightning_ptdp.precision.loss_scale import LossScale
 
 PRECISIONS = ("32-true", "64-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true")
-MAX_SKIPPED = 20  # steps in a row, at the lowest scale
+MAX_SKIPPED = 20  # so many skipped steps in a row, at the lowest scale, end the run
 
 NormOf = Callable[[list[nn.Parameter]], Tensor]
 
@@ -26,16 +26,19 @@ log = logging.getLogger(__name__)
 
 
 class PTDPPrecision(HooksPrecision):
-    """What dtypes a run uses.
+    """Says what dtypes a run uses, and steps optimizers accordingly.
 
     "32-true" and "64-true" keep weights and compute in float32 and float64. "bf16-mixed" and "16-mixed" run operations
     in 16 bits under autocast over float32 weights. "bf16-true" and "16-true" keep weights and compute in 16 bits, and
     optimizers step float32 main weights. Gradients accumulate and are reduced in float32, or wider. The two of float16
     scale the loss.
 
-    num_updates: how often optimizers have stepped. num_skipped: how often they have not, because gradients were not
-    finite. was_skipped: whether the last step was. keeps_copies: whether autocast may keep the 16-bit copies of weights
-    from one microbatch to the next, which is right if no step of the user's changes weights.
+    Attributes:
+        num_updates: how often optimizers have stepped.
+        num_skipped: how often they have not, because gradients were not finite.
+        was_skipped: whether the last step was skipped.
+        keeps_copies: whether autocast may keep the 16-bit copies of weights from one microbatch to the next, which is
+            right if no step of the user's changes weights.
     """
 
     def __init__(
@@ -53,9 +56,13 @@ class PTDPPrecision(HooksPrecision):
         """
         Args:
             precision: one of `PRECISIONS`.
-            device: the type of device that autocast is for; None takes "cuda" where there is one, else "cpu".
-            initial_scale, growth_factor, growth_interval, backoff_factor, minimum_scale, hysteresis: of float16's loss
-                scale, see `LossScale`.
+            device: the type of device that autocast is for; None takes "cuda" if there is one, else "cpu".
+            initial_scale: the first loss scale of float16; for it and the following see `LossScale`.
+            growth_factor: by which it grows.
+            growth_interval: good steps until it grows.
+            backoff_factor: by which it shrinks.
+            minimum_scale: the least one.
+            hysteresis: bad steps until it shrinks.
 
         Raises:
             ValueError: another precision, or a scale that makes no sense.
@@ -80,7 +87,7 @@ class PTDPPrecision(HooksPrecision):
 
     @classmethod
     def of(cls, plugin: Precision) -> PTDPPrecision:
-        """The counterpart of one of Lightning's plug-ins.
+        """Make the counterpart of one of Lightning's plug-ins.
 
         Raises:
             ValueError: there is none.
