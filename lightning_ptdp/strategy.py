@@ -202,17 +202,17 @@ class PTDPStrategy(ParallelStrategy):
 
     @property
     def engine(self) -> Engine:
-        """What runs the batches."""
+        """The engine, which runs batches through the module."""
         return self._set_up.engine
 
     @property
     def steps(self) -> Steps:
-        """What runs the user's steps."""
+        """The object that runs the user's steps."""
         return self._set_up.steps
 
     @property
     def resuming(self) -> Resuming:
-        """Saves and restores random generators and the positions of loaders."""
+        """The callback that saves and restores random generators and the positions of loaders."""
         return self._set_up.resuming
 
     @property
@@ -649,7 +649,7 @@ class PTDPStrategy(ParallelStrategy):
 
     @property
     def checkpoints(self) -> Checkpoints:
-        """Saves and loads checkpoints."""
+        """The object that saves and loads checkpoints."""
         if self._checkpoints is None:
             self._checkpoints = Checkpoints(self.groups)
         return self._checkpoints

@@ -1,4 +1,4 @@
-"""What a run needs besides its model to go on as if nothing had stopped: random generators, the loaders' places."""
+"""Saves what a run needs besides its model to go on as if it had not stopped: random generators, loaders' positions."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ KEY = "lightning_ptdp"
 
 
 class Resuming(Callback):
-    """Saves a run's random generators and loaders' places, and goes back to them; the same calls on every rank."""
+    """Saves a run's random generators and loaders' positions, and goes back to them; the same calls on every rank."""
 
     def __init__(self, trainer: pl.Trainer, groups: Groups, device: torch.device, layout: Mapping[str, int]) -> None:
         """

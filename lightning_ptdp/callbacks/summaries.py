@@ -41,7 +41,7 @@ def pin_summaries(trainer: pl.Trainer, module: pl.LightningModule, *, is_whole: 
 
 @contextmanager
 def _runnable_or_silent(module: pl.LightningModule) -> Iterator[None]:
-    """Within, a module without values has no example input, on which a summary would run it for the sizes of layers."""
+    """Take the example input from a module without values: a summary would run the module on it for layers' sizes."""
     example = module.example_input_array
     if any(parameter.is_meta for parameter in module.parameters()):
         module.example_input_array = None

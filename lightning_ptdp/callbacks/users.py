@@ -1,4 +1,4 @@
-"""What Lightning's callbacks need in order to see one model where each rank holds a part."""
+"""Lets Lightning's callbacks see one model where each rank holds a part."""
 
 from __future__ import annotations
 

@@ -134,7 +134,7 @@ class Checkpoints:
         self._store.wait()
 
     def close(self, *, has_failed: bool) -> None:
-        """As `wait`, for the last time.
+        """Wait for a save that is under way, for the last time.
 
         Args:
             has_failed: whether the run has; its own failure is being raised, and that of a save only logged.

@@ -42,7 +42,11 @@ class Recorder(TorchDispatchMode):
     """
 
     def __init__(self, log: Log, seed: int) -> None:
-        """seed: of the run, the same on every rank."""
+        """
+        Args:
+            log: is told of operations.
+            seed: of the run, the same on every rank.
+        """
         super().__init__()  # type: ignore[no-untyped-call]
         self._log, self._seed = log, seed
         self._num_draws = 0

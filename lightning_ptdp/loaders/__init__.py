@@ -1,1 +1,1 @@
-"""What the strategy does to a user's loaders."""
+"""Adapts a user's loaders to replicas, and lets them go on in the middle of an epoch."""

@@ -197,7 +197,7 @@ class EvenLoader:
 
     @property
     def loader(self) -> Any:
-        """What is read."""
+        """The loader that is read."""
         return self._loader
 
     @property
@@ -250,7 +250,7 @@ class EvenLoader:
         return has
 
     def _who_has(self, has_batch: bool) -> list[bool]:
-        """Which replicas have another batch."""
+        """Ask all replicas whether they have another batch."""
         group = self._groups.data
         return [bool(flag) for flag in all_gather_dim(torch.tensor([int(has_batch)]), group, 0, group.size()).tolist()]
 

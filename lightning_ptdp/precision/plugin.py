@@ -199,28 +199,28 @@ class PTDPPrecision(HooksPrecision):
         clip_(parameters, self._norm_of(parameters), float(clip_val))
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """As Lightning's plug-in does."""
+        """Convert a module's dtype, as Lightning's plug-in does."""
         return self._inner.convert_module(module)
 
     def convert_input(self, data: Any) -> Any:
-        """As Lightning's plug-in does."""
+        """Convert a step's input, as Lightning's plug-in does."""
         return self._inner.convert_input(data)
 
     def convert_output(self, data: Any) -> Any:
-        """As Lightning's plug-in does."""
+        """Convert a step's output, as Lightning's plug-in does."""
         return self._inner.convert_output(data)
 
     def tensor_init_context(self) -> AbstractContextManager[Any]:
-        """As Lightning's plug-in does."""
+        """Return the context in which tensors are made, that of Lightning's plug-in."""
         return self._inner.tensor_init_context()
 
     def module_init_context(self) -> AbstractContextManager[Any]:
-        """As Lightning's plug-in does."""
+        """Return the context in which modules are made, that of Lightning's plug-in."""
         return self._inner.module_init_context()
 
     @contextmanager
     def forward_context(self) -> Iterator[None]:
-        """As Lightning's plug-in does, except that autocast may keep the copies that it made of weights."""
+        """Run a forward as Lightning's plug-in does, except that autocast may keep the 16-bit copies of weights."""
         inner = self._inner
         if not isinstance(inner, MixedPrecision) or not self.keeps_copies:
             with inner.forward_context():

@@ -1,4 +1,4 @@
-"""What all ranks agree on before anything is changed: sizes, then the module's layout, then its optimizers.
+"""Lets all ranks agree before anything is changed: on sizes, then the module's layout, then its optimizers.
 
 Each step compares with the other ranks what this one is about to do, and gives every rank the faults of all, so that
 all of them raise together and none waits in a collective for one that has ended.

@@ -1,4 +1,4 @@
-"""What happens while every rank still holds the whole module, or has built it without values."""
+"""Does what must happen while every rank still holds the whole module, or has built it without values."""
 
 from __future__ import annotations
 

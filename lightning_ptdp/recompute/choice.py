@@ -1,4 +1,4 @@
-"""Which blocks and modules recompute, worked out on every rank before anything is changed."""
+"""Chooses which blocks and modules recompute, on every rank and before anything is changed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a forward starts from, besides its inputs: the second one starts there too, and leaves no trace.
+"""Lets a second forward start where the first one did, besides its inputs, and leave no trace.
 
     first forward     a `Beginning` notes where something stands, the forward runs, and `Moment.end` forgets what the
                       forward did not change

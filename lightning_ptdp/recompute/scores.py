@@ -177,7 +177,10 @@ class Stretch:
     """The operations between two products: from that of queries and keys to what enters that with the values."""
 
     def __init__(self, operations: Sequence[_WatchedOperation]) -> None:
-        """operations: in the order in which they ran. Of each a copy is held, which keeps no other one alive."""
+        """
+        Args:
+            operations: in the order in which they ran. Of each a copy is held, which keeps no other one alive.
+        """
         self._operations = [
             _WatchedOperation(o.func, o.arguments, o.structure, o.states, [], False, o.results, o.saved)
             for o in operations
