@@ -11,15 +11,15 @@ a schedule change no draw.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import numpy
 import torch
 from torch.distributed import ProcessGroup
 
 from lightning_ptdp.comm.collectives import broadcast_object
+from lightning_ptdp.generators import generators, go_to, random_state, set_random_state, states_of
 
 _MASK = (1 << 64) - 1
 
@@ -33,34 +33,6 @@ def mix(*numbers: int) -> int:
         state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
         state ^= state >> 31
     return state >> 1
-
-
-def generators(device: torch.device) -> tuple[torch.Generator, ...]:
-    """The default generators that operations on `device` and on the host draw from."""
-    if device.type == "cuda":
-        index = device.index if device.index is not None else torch.cuda.current_device()
-        return torch.default_generator, torch.cuda.default_generators[index]
-    return (torch.default_generator,)
-
-
-def random_state(device: torch.device) -> dict[str, Any]:
-    """Where the default generators (PyTorch's, NumPy's, Python's) stand, as plain values for a checkpoint."""
-    arrays: Any = numpy.random.get_state()
-    kind, keys, *rest = arrays
-    return {
-        "torch": [generator.get_state() for generator in generators(device)],
-        "python": random.getstate(),
-        "numpy": [kind, torch.from_numpy(keys.astype(numpy.int64)), *rest],
-    }
-
-
-def set_random_state(state: Mapping[str, Any], device: torch.device) -> None:
-    """Put the default generators where `random_state` found them, on a device of the same kind."""
-    for generator, position in zip(generators(device), state["torch"], strict=True):
-        generator.set_state(position)
-    random.setstate(state["python"])
-    kind, keys, *rest = state["numpy"]
-    numpy.random.set_state((kind, keys.numpy().astype(numpy.uint32), *rest))
 
 
 class RandomStreams:
@@ -111,35 +83,29 @@ class SplitRegion:
     """Where activations are split over tensor peers: each draws from a stream of its own, then returns to the shared.
 
     Its stream is seeded by a draw from the shared one, so that it repeats when that does: in recomputation too.
+
+    Attributes:
+        outside: where the shared stream stands while it is left; None while it is not. Who runs a forward again sets
+            it.
     """
 
     def __init__(self, tensor_rank: int, device: torch.device) -> None:
         self._rank = tensor_rank
         self._generators = generators(device)
-        self._outside: list[torch.Tensor] | None = None
-
-    @property
-    def outside(self) -> list[torch.Tensor] | None:
-        """Where the shared stream stands while it is left; None while it is not. Set by who runs a forward again."""
-        return self._outside
-
-    @outside.setter
-    def outside(self, states: list[torch.Tensor] | None) -> None:
-        self._outside = states
+        self.outside: list[tuple[torch.Generator, torch.Tensor]] | None = None
 
     def enter(self) -> None:
         """Leave the shared stream; nothing happens where it was left already."""
-        if self._outside is not None:
+        if self.outside is not None:
             return
         seed = int(torch.randint(1 << 62, ()))
-        self._outside = [generator.get_state() for generator in self._generators]
+        self.outside = states_of(self._generators)
         for generator in self._generators:
             generator.manual_seed(mix(seed, 1 + self._rank))
 
     def leave(self) -> None:
         """Return to the shared stream."""
-        if self._outside is None:
+        if self.outside is None:
             return
-        for generator, state in zip(self._generators, self._outside, strict=True):
-            generator.set_state(state)
-        self._outside = None
+        go_to(self.outside)
+        self.outside = None

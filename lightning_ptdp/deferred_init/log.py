@@ -20,37 +20,25 @@ import torch
 from torch import Tensor, UntypedStorage
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from lightning_ptdp.generators import kept
 from lightning_ptdp.host.torch import pytree
+from lightning_ptdp.regions import Region
+
+StorageRegion = Region[StorageWeakRef]
 
 
-@dataclass(frozen=True, slots=True)
-class Region:
-    """A strided part of a storage. storage: a key, which keeps nothing alive."""
+def region_of(tensor: Tensor) -> StorageRegion:
+    """Where a tensor lies.
 
-    storage: StorageWeakRef
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> Region:
-        """The region of a tensor.
-
-        Raises:
-            ValueError: the tensor is a conjugate or a negative that was put off.
-        """
-        if tensor.is_conj() or tensor.is_neg():
-            raise ValueError(
-                f"a tensor of shape {list(tensor.shape)} is a view of another's conjugate, which init='by_operation' "
-                "does not follow; keep tensor.resolve_conj().resolve_neg()"
-            )
-        key = StorageWeakRef(tensor.untyped_storage())
-        return cls(key, tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
-
-    def on(self, storage: UntypedStorage) -> Tensor:
-        """The same region of a storage that has values."""
-        return torch.empty(0, dtype=self.dtype).set_(storage, self.offset, self.shape, self.stride)
+    Raises:
+        ValueError: the tensor is a conjugate or a negative that was put off.
+    """
+    if tensor.is_conj() or tensor.is_neg():
+        raise ValueError(
+            f"a tensor of shape {list(tensor.shape)} is a view of another's conjugate, which init='by_operation' "
+            "does not follow; keep tensor.resolve_conj().resolve_neg()"
+        )
+    return Region.of(tensor, StorageWeakRef(tensor.untyped_storage()))
 
 
 @dataclass(frozen=True)
@@ -63,17 +51,15 @@ class Setting:
     @contextmanager
     def __call__(self) -> Iterator[None]:
         """Within, operations find the setting; afterwards all is as it was."""
-        dtype, generator = torch.get_default_dtype(), torch.default_generator
-        state = None if self.seed is None else generator.get_state()
-        torch.set_default_dtype(self.default_dtype)
-        if self.seed is not None:
-            generator.manual_seed(self.seed)
-        try:
-            yield
-        finally:
-            torch.set_default_dtype(dtype)
-            if state is not None:
-                generator.set_state(state)
+        dtype = torch.get_default_dtype()
+        with kept((torch.default_generator,) if self.seed is not None else ()):
+            torch.set_default_dtype(self.default_dtype)
+            if self.seed is not None:
+                torch.default_generator.manual_seed(self.seed)
+            try:
+                yield
+            finally:
+                torch.set_default_dtype(dtype)
 
 
 @dataclass(frozen=True)
@@ -90,7 +76,7 @@ class Operation:
     setting: Setting
     reads: frozenset[StorageWeakRef]
     writes: frozenset[StorageWeakRef]
-    outputs: tuple[Region | None, ...]
+    outputs: tuple[StorageRegion | None, ...]
 
     @property
     def name(self) -> str:
@@ -179,7 +165,7 @@ class Log:
         leaves = pytree.tree_leaves((operation.args, operation.kwargs))
         self._hash.update(f"{operation.name}{[self._in_words(leaf) for leaf in leaves]}".encode())
 
-    def value(self, region: Region) -> Tensor:
+    def value(self, region: StorageRegion) -> Tensor:
         """The values of a region, in a storage as large as the region's and of its own."""
         memory = _Memory(self)
         with torch.no_grad():
