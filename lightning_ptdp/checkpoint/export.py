@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -190,17 +189,8 @@ def read_safely(read: Callable[[], dict[str, Any]], source: Path) -> dict[str, A
 
 
 def _save(target: Path, checkpoint: dict[str, Any]) -> None:
-    aside = whole_or_absent.unfinished(target)
-    aside.parent.mkdir(parents=True, exist_ok=True)
-    try:
+    with whole_or_absent.whole_file(target) as aside:
         torch.save(checkpoint, aside)
-        whole_or_absent.sync(aside)
-        if target.is_dir():
-            whole_or_absent.remove(target)
-        os.replace(aside, target)
-    except BaseException:
-        aside.unlink(missing_ok=True)
-        raise
 
 
 def _load(make: Callable[[], nn.Module], file: Path, *, trusted: bool) -> nn.Module:

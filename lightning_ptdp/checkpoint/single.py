@@ -7,7 +7,6 @@ ranks that hold it, and written where it belongs.
 from __future__ import annotations
 
 import io
-import os
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -18,7 +17,6 @@ import torch
 from torch import Tensor
 
 from lightning_ptdp.checkpoint import whole_or_absent
-from lightning_ptdp.checkpoint.errors import naming
 from lightning_ptdp.checkpoint.folder import Keys, Stored
 from lightning_ptdp.checkpoint.rectangles import Placed, Size, part
 from lightning_ptdp.comm.collectives import gather_objects, receive_from, send_to
@@ -71,31 +69,17 @@ def write_file(path: Path, checkpoint: dict[str, Any], values: Values, tensors: 
 
     checkpoint: with `placeholders`, which are its values by their keys. tensors: what belongs there, on the host.
     """
-    aside = path.with_name(f".{path.name}.unfinished")
-    try:
-        with naming(aside):
-            aside.parent.mkdir(parents=True, exist_ok=True)
-            places = _write_without_values(aside, checkpoint)
-            with aside.open("r+b") as stream:
-                for tensor, offset in places:
-                    if not _is_fake(tensor):
-                        _write_at(
-                            stream, offset, torch.tensor([], dtype=torch.uint8).set_(tensor.cpu().untyped_storage())
-                        )
-                offset_of = {id(tensor): offset for tensor, offset in places}
-                for keys, tensor in tensors:
-                    if id(values[keys]) in offset_of:
-                        _write_at(stream, offset_of[id(values[keys])], tensor)
-                    del tensor  # before the next is made
-                stream.flush()
-                os.fsync(stream.fileno())
-        if path.is_dir():
-            whole_or_absent.remove(path)
-        os.replace(aside, path)
-        whole_or_absent.sync(path.parent)
-    except BaseException:
-        aside.unlink(missing_ok=True)
-        raise
+    with whole_or_absent.whole_file(path) as aside:
+        places = _write_without_values(aside, checkpoint)
+        with aside.open("r+b") as stream:
+            for tensor, offset in places:
+                if not _is_fake(tensor):
+                    _write_at(stream, offset, torch.tensor([], dtype=torch.uint8).set_(tensor.cpu().untyped_storage()))
+            offset_of = {id(tensor): offset for tensor, offset in places}
+            for keys, tensor in tensors:
+                if id(values[keys]) in offset_of:
+                    _write_at(stream, offset_of[id(values[keys])], tensor)
+                del tensor  # before the next is made
 
 
 def gather_whole(tensors: Mapping[Keys, Placed], objects: Mapping[Keys, Any], assemble: Assemble) -> dict[str, Any]:
