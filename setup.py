@@ -39,7 +39,7 @@ builder = load_builder()
 def can_build() -> bool:
     """Whether there are a compiler and PyTorch. PTDP_BUILD=require raises where there aren't."""
     try:
-        builder.make_plan()
+        builder.commands_here()
     except builder.BuildError:
         if builder.is_required():
             raise
@@ -55,7 +55,7 @@ class BuildPython(build_py):
         if not can_build():
             return
         try:
-            library = builder.cached(builder.make_plan(), again=builder.is_required())
+            library = builder.cached(builder.commands_here(), again=builder.is_required())
         except builder.BuildError as error:
             if builder.is_required():
                 raise

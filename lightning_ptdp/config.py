@@ -19,7 +19,7 @@ from lightning_ptdp.topology import Topology
 Auto = Literal["auto"]
 
 RECOMPUTE = ("none", "full", "selective")
-_PLACES = ("first", "last", "shared")
+_LISTS = ("first", "last", "shared")
 _FLAGS = (
     "sequence_parallel",
     "scatter_gather",
@@ -128,10 +128,10 @@ class ParallelConfig:
         blocks: object = self.pipeline_blocks
         if not isinstance(blocks, str | None):
             found.append(f"pipeline_blocks must be the name of a list of modules, a str; got {blocks!r}")
-        named = {place: getattr(self, place) for place in _PLACES}
-        for place, names in named.items():
+        named = {argument: getattr(self, argument) for argument in _LISTS}
+        for argument, names in named.items():
             if not _are_names(names):
-                found.append(f"{place} must be a list of names of modules; got {names!r}; use {place}=['...']")
+                found.append(f"{argument} must be a list of names of modules; got {names!r}; use {argument}=['...']")
         counts = Counter(name for names in named.values() if _are_names(names) for name in dict.fromkeys(names))
         twice = sorted(name for name, count in counts.items() if count > 1)
         if twice:

@@ -13,8 +13,8 @@ from torch.nn.parameter import is_lazy
 from lightning_ptdp.config import ParallelConfig, divisors
 from lightning_ptdp.pipeline.blocks import find_blocks
 from lightning_ptdp.pipeline.partition import ONE_STAGE, Partition, partition
-from lightning_ptdp.recompute import Plan
-from lightning_ptdp.recompute import plan as plan_recomputation
+from lightning_ptdp.recompute import Choice
+from lightning_ptdp.recompute import choose as choose_recomputed
 from lightning_ptdp.schedule import choose
 from lightning_ptdp.tensor_parallel.heads import check_heads
 from lightning_ptdp.tensor_parallel.placement import Placement, place, with_sequence
@@ -22,7 +22,7 @@ from lightning_ptdp.tensor_parallel.plan import check_plan, find_plan, suggestio
 from lightning_ptdp.topology import Topology
 
 STATE_BYTES = 16  # a parameter of AdamW in float32: weight, gradient, two moments; docs/strategy.md says so
-STATE_SHARE = 0.6  # of a device's memory; the rest is for activations
+STATE_FRACTION = 0.6  # of a device's memory; the rest is for activations
 
 _ATTRIBUTE = "_ptdp_layout"
 
@@ -38,7 +38,7 @@ class Layout:
     num_stages: int
     partition: Partition = ONE_STAGE
     placement: Placement = field(default_factory=Placement)
-    recompute: Plan | None = None
+    recompute: Choice | None = None
 
 
 def layout_of(module: nn.Module) -> Layout | None:
@@ -105,13 +105,13 @@ def lay_out(module: nn.Module, config: ParallelConfig, topology: Topology) -> tu
     return Layout(topology, stages, cut, placement, recompute), faults + more + worse
 
 
-def _recomputation(module: nn.Module, config: ParallelConfig, cut: Partition) -> tuple[Plan | None, list[str]]:
+def _recomputation(module: nn.Module, config: ParallelConfig, cut: Partition) -> tuple[Choice | None, list[str]]:
     """What recomputes; faults of the configuration itself are told elsewhere."""
     if config.recompute == "none" or config.recompute_faults():
         return None, []
     try:
         stages = _blocks_of_stages(module, config, cut)
-        found = plan_recomputation(
+        found = choose_recomputed(
             module,
             stages,
             kind=config.recompute,
@@ -235,7 +235,7 @@ def choose_model_parallel(
     pairs = [(t, p) for t in tensor for p in pipeline if world_size % (t * p) == 0]
     if not pairs:
         return tensor[0], pipeline[0]
-    room = device_bytes * STATE_SHARE
+    room = device_bytes * STATE_FRACTION
     fitting = [pair for pair in pairs if parameters * STATE_BYTES / (pair[0] * pair[1]) <= room]
     if fitting:
         return min(fitting, key=lambda pair: (pair[0] * pair[1], -pair[0]))

@@ -151,7 +151,7 @@ SOUND = {
     "standard library": ("schedule/check.py", "import os.path\nfrom collections.abc import Iterator"),
     "own unit": ("schedule/check.py", "from .action import Op\nfrom lightning_ptdp.schedule import draw"),
     "lower layer": ("layout.py", "from lightning_ptdp import config\nimport lightning_ptdp.pipeline.runtime"),
-    "module at the top": ("recompute/plan.py", "from lightning_ptdp.generators import kept"),
+    "module at the top": ("recompute/choice.py", "from lightning_ptdp.generators import kept"),
     "front end": ("strategy.py", "import lightning.pytorch as pl\nfrom .precision import PTDPPrecision"),
     "recipe": (
         "recipes/gpt/module.py",

@@ -57,8 +57,8 @@ class Resuming(Callback):
                 f"{window}; their gradients are not saved, so a run resumed from it differs in one step; save when "
                 "global_step has moved, as ModelCheckpoint does"
             )
-        places = [loader.position(trained, is_over=is_over) for loader in self._loaders()]
-        mine = {"random": random_state(self._device), "loaders": places}
+        positions = [loader.position(trained, is_over=is_over) for loader in self._loaders()]
+        mine = {"random": random_state(self._device), "loaders": positions}
         everyone = gather_objects_to(mine, 0, self._groups.world) or [mine]
         different: dict[bytes, int] = {}
         ranks = [different.setdefault(pickle.dumps(one), len(different)) for one in everyone]

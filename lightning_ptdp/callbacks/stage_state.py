@@ -206,10 +206,10 @@ class Parcel:
         if not self.content:
             return
 
-        def place(storage: Any, location: str) -> Any:
+        def moved(storage: Any, location: str) -> Any:
             return storage if location == "cpu" else storage.to(device=device)
 
-        values = torch.load(io.BytesIO(self.content), map_location=place, weights_only=False)
+        values = torch.load(io.BytesIO(self.content), map_location=moved, weights_only=False)
         for name, value in values.items():
             if isinstance(value, str) and value == self.GONE:
                 vars(module).pop(name, None)

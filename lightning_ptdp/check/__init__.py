@@ -1,4 +1,4 @@
-"""In one process: does a layout compute what one process computes?"""
+"""Finds out, in one process, whether a layout computes what one process computes."""
 
 from lightning_ptdp.check.checking import check
 from lightning_ptdp.check.report import ParameterReport, Report

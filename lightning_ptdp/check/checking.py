@@ -1,4 +1,4 @@
-"""`check`: does a layout compute what one process computes?"""
+"""`check`, which finds out whether a layout computes what one process computes, and its report."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from lightning_ptdp.schedule import SCHEDULES
 from lightning_ptdp.topology import Topology
 
 _TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3}  # modules may compute in float32 inside, whatever they hold
-_COARSE = 5e-2  # of 16-bit numbers
+_COARSE = 5e-2  # tolerance of 16-bit numbers
 
 ONE_PROCESS = ParallelConfig(tensor_parallel_size=1, pipeline_parallel_size=1, data_parallel_size=1)
 
@@ -43,14 +43,15 @@ def check(
 
     Args:
         module: as it would be given to `Trainer.fit`.
-        batch: a global one, on which the replicas share: rows of a loader's batch times `data_parallel_size`.
+        batch: a global one, which is cut into one part for each replica: it has the rows of a loader's batch times
+            `data_parallel_size`.
         config: the layout, such as that of a strategy, `strategy.config`; None is one process.
         dtype: of floating numbers in the copies; None keeps the module's.
         tolerance: relative; None takes 1e-6 in float64, 1e-3 in float32, 5e-2 in 16 bits.
         settings: arguments of `PTDPStrategy` by name, such as `tensor_parallel_size=2`, in place of the config's.
 
     Returns:
-        a report, which prints as a table. A layout that cannot run is one too, with all of its faults.
+        A report, which prints as a table. Of a layout that cannot run it holds all the faults.
 
     Raises:
         TypeError: a setting is none of the strategy's.
@@ -70,9 +71,14 @@ def check_layout(
     dtype: torch.dtype | None = torch.float64,
     tolerance: float | None = None,
 ) -> Report:
-    """As `check`, of what `PTDPStrategy` has made of its arguments.
+    """Do what `check` does, with a configuration and a batch that are complete.
 
-    batch: as `training_step` gets it, after transfer hooks.
+    Args:
+        module: as it would be given to `Trainer.fit`.
+        batch: a global one as `training_step` gets it, after the module's transfer hooks.
+        config: what `PTDPStrategy` has made of its arguments.
+        dtype: of floating numbers in the copies; None keeps the module's.
+        tolerance: relative; None takes that of the gradients' dtype.
     """
     original = Original(module, batch, dtype)
     copied = original.make_module()
@@ -89,6 +95,7 @@ def check_layout(
 
 
 def _size_faults(config: ParallelConfig) -> list[str]:
+    """Refuse sizes that a run chooses by its processes; returns a sentence for each."""
     return [
         f"{name}='auto' depends on the processes of a run, which a check has not; give a number"
         for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
@@ -97,6 +104,7 @@ def _size_faults(config: ParallelConfig) -> list[str]:
 
 
 def _faults_of(module: pl.LightningModule, batch: Any, topology: Topology) -> list[str]:
+    """Find why this module cannot be checked with this batch; returns a sentence for each reason."""
     faults = []
     if layout_of(module) is not None:
         faults.append("the module was split by an earlier run, and holds only a part of its weights; check a new one")
@@ -115,7 +123,11 @@ def _faults_of(module: pl.LightningModule, batch: Any, topology: Topology) -> li
 
 
 def _run_whole(original: Original, seed: int) -> tuple[Original, WholeRun, list[str]]:
-    """The whole run, in the module's own dtypes where it cannot run in another."""
+    """Run the step in one process, in the module's own dtypes if it cannot run in the one asked for.
+
+    Returns:
+        The original that ran; its run; remarks for the user.
+    """
     try:
         return original, run_whole(original, seed=seed), []
     except RuntimeError as error:
@@ -129,6 +141,7 @@ def _run_whole(original: Original, seed: int) -> tuple[Original, WholeRun, list[
 
 
 def _report(trial: Trial, layout: Layout, whole: WholeRun, split: SplitRun, notes: Sequence[str]) -> Report:
+    """Compare both runs, look for reasons if they differ, and put all of it into a report."""
     dropout = ["dropout was off in both: whole and split would draw other masks"] if whole.has_dropout else []
     report = Report(
         module=type(trial.original.module).__name__,
@@ -183,7 +196,7 @@ def _stages(module: nn.Module, layout: Layout) -> dict[str, tuple[int, ...]]:
 
 
 def _told(split: SplitRun, layout: Layout) -> str:
-    """What a rank raised, and where."""
+    """Say what the rank that failed raised, and in which module."""
     error = split.error
     lines = [f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])]
     if split.running:
@@ -198,6 +211,7 @@ def _describe(layout: Layout, config: ParallelConfig) -> str:
 
 
 def _tolerance(whole: WholeRun) -> float:
+    """The relative tolerance for the coarsest dtype among the gradients."""
     return max((_TOLERANCES.get(dtype, _COARSE) for dtype in _dtypes(whole)), default=_TOLERANCES[torch.float64])
 
 

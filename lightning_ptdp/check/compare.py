@@ -12,17 +12,21 @@ from torch import Tensor
 from lightning_ptdp.check.runs import SplitRun, WholeRun
 from lightning_ptdp.tensor_parallel.shard import Shard
 
-_FLOOR = (
-    1e-3  # of the largest gradient: what is far smaller is compared with this part of it, for it is mostly rounding
-)
+# A gradient far smaller than the largest of the module is mostly rounding: its difference counts relative to this part
+# of the largest one.
+_FLOOR = 1e-3
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """One parameter, split against whole.
+    """The gradient of one parameter in a split run, compared with that of the whole run.
 
-    whole: its gradient, zeros where it has none. copies: what ranks hold in its stead, joined where tensor peers split
-    it, by (pipeline rank, replica, tensor rank). difference: the largest. scale: that makes it relative.
+    Attributes:
+        whole: the gradient of the whole run; a zero if it has none.
+        copies: the gradients of the split run by (pipeline rank, replica, tensor rank): one for each rank that holds
+            the parameter, or one for all tensor peers that split it, joined.
+        difference: the largest of any element of any copy.
+        scale: what the difference is divided by to make it relative.
     """
 
     whole: Tensor
@@ -32,14 +36,14 @@ class Comparison:
 
     @property
     def relative(self) -> float:
-        """The difference by the scale; 0 where nothing differs."""
+        """The difference divided by the scale; 0 if nothing differs."""
         if not self.difference:
             return 0.0
         return self.difference / self.scale if self.scale else math.inf
 
 
 def compare(whole: WholeRun, split: SplitRun) -> dict[str, Comparison]:
-    """Every trained parameter of the whole module, by name."""
+    """Compare the gradients of all trained parameters, by the names of the whole module."""
     sizes = {name: _size(gradient) for name, gradient in whole.gradients.items()}
     floor = _FLOOR * max(sizes.values(), default=0.0)
     return {name: _compare(whole, split, name, max(size, floor)) for name, size in sizes.items()}
@@ -55,21 +59,21 @@ def _compare(whole: WholeRun, split: SplitRun, name: str, scale: float) -> Compa
 
 
 def _copies(split: SplitRun, name: str) -> Iterator[tuple[tuple[int, int, int], Tensor]]:
-    """What ranks hold of a gradient, zeros for none."""
+    """What ranks hold of a gradient, as `Comparison.copies`; a zero for a rank that has none."""
     held: dict[tuple[int, int], dict[int, Tensor | None]] = {}
     for part in split.parts:
         if name in part.gradients:
             held.setdefault((part.at.pipeline, part.at.data), {})[part.at.tensor] = part.gradients[name]
     shard = split.layout.placement.shards.get(name)
-    for place, by_peer in held.items():
+    for at, by_peer in held.items():
         tensors = [by_peer[peer] for peer in sorted(by_peer)]
         if shard is None:
             for peer, tensor in enumerate(tensors):
-                yield (*place, peer), torch.zeros(()) if tensor is None else tensor
+                yield (*at, peer), torch.zeros(()) if tensor is None else tensor
         elif all(tensor is None for tensor in tensors):
-            yield (*place, 0), torch.zeros(())
+            yield (*at, 0), torch.zeros(())
         else:
-            yield (*place, 0), shard.join(_with_zeros(tensors, shard))
+            yield (*at, 0), shard.join(_with_zeros(tensors, shard))
 
 
 def _with_zeros(tensors: list[Tensor | None], shard: Shard) -> list[Tensor]:
@@ -82,4 +86,5 @@ def _with_zeros(tensors: list[Tensor | None], shard: Shard) -> list[Tensor]:
 
 
 def _size(gradient: Tensor | None) -> float:
+    """The largest magnitude of an element."""
     return float(gradient.abs().max()) if gradient is not None and gradient.numel() else 0.0

@@ -22,9 +22,12 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Original:
-    """A module and a batch, to be copied.
+    """A user's module and batch, of which runs get copies.
 
-    batch: as `training_step` gets it. dtype: of floating tensors in the copies; None keeps theirs.
+    Attributes:
+        module: the user's, which stays as it is.
+        batch: as `training_step` gets it.
+        dtype: of floating tensors in the copies; None keeps theirs.
     """
 
     module: pl.LightningModule
@@ -32,7 +35,9 @@ class Original:
     dtype: torch.dtype | None
 
     def make_module(self) -> pl.LightningModule:
-        """A copy on the host, built (`configure_model`), which logs nothing and drops nothing between its layers.
+        """Make a copy of the module on the host, built by its `configure_model`, which logs nothing.
+
+        Recurrent modules in it drop nothing between their layers.
 
         Raises:
             ValueError: the module cannot be copied.
@@ -60,11 +65,11 @@ class Original:
         return made
 
     def make_batch(self) -> Any:
-        """A copy of the batch, on the host."""
+        """Make a copy of the batch, on the host."""
         return map_tensors(self.batch, lambda tensor: self._cast(tensor.detach().to(CPU, copy=True)))
 
     def after_transfer(self) -> Any:
-        """The batch of a loader as `training_step` gets it: after the module's own transfer hooks."""
+        """Take the batch for one of a loader, and return it as `training_step` gets it, after transfer hooks."""
         hooks = self.make_module()
         moved = map_tensors(hooks.on_before_batch_transfer(self.batch, 0), lambda tensor: tensor.to(CPU))
         return hooks.on_after_batch_transfer(moved, 0)
@@ -74,7 +79,7 @@ class Original:
 
     @contextmanager
     def as_default_dtype(self) -> Iterator[None]:
-        """Within, tensors that the module makes have the dtype, too."""
+        """Let tensors that the module makes within the context have the dtype of the copies."""
         before = torch.get_default_dtype()
         torch.set_default_dtype(self.dtype or before)
         try:

@@ -1,4 +1,4 @@
-"""Turns dropout off: a whole module and its parts draw different masks, and no comparison would hold."""
+"""Turns dropout off: ranks draw other masks than one process does, so that no comparison would hold."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_ptdp.kernels import bias_dropout_add
 
-# Where each operation has its probability: the place among the arguments, and the name.
+# Where each operation has its probability: the index among its arguments, and the name.
 _PROBABILITIES: dict[Callable[..., Any], tuple[int, str]] = {
     F.dropout: (1, "p"),
     F.dropout1d: (1, "p"),
@@ -29,9 +29,9 @@ _PROBABILITIES: dict[Callable[..., Any], tuple[int, str]] = {
 
 
 class NoDropout(TorchFunctionMode):
-    """While active, operations of the calling thread drop nothing; modules stay in training mode.
+    """A context within which operations of the calling thread drop nothing; modules stay in training mode.
 
-    has_dropped: whether something would have been dropped.
+    has_dropped: whether an operation was called that would have dropped something.
     """
 
     def __init__(self) -> None:
@@ -41,11 +41,11 @@ class NoDropout(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         if func in _PROBABILITIES:
-            place, name = _PROBABILITIES[func]
-            given = args[place] if len(args) > place else kwargs.get(name, 0.0)
+            index, name = _PROBABILITIES[func]
+            given = args[index] if len(args) > index else kwargs.get(name, 0.0)
             self.has_dropped |= bool(given)
-            if len(args) > place:
-                args = (*args[:place], 0.0, *args[place + 1 :])
+            if len(args) > index:
+                args = (*args[:index], 0.0, *args[index + 1 :])
             else:
                 kwargs[name] = 0.0
         return func(*args, **kwargs)

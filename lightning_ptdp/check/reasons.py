@@ -1,4 +1,8 @@
-"""Why a split step may differ from the whole one, found by experiment: each axis of the layout is run by itself."""
+"""Finds out by experiment why a split step differs from the whole one: each axis of the layout is run by itself.
+
+An axis is the cut of the batch (replicas and microbatches), tensor peers, or the pipeline. If an axis alone differs
+from one process, what differs there tells more: its gradients, outputs of modules, or another run.
+"""
 
 from __future__ import annotations
 
@@ -19,15 +23,20 @@ from lightning_ptdp.layout import lay_out
 from lightning_ptdp.topology import Topology
 
 Reasons = dict[str, str]
-"""By parameter."""
+"""Why parameters differ, a sentence for each, by name."""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """What was asked, and how to run a variant of it.
+    """What a check was asked for, and a way to run a variant of it.
 
-    config: sizes as given, all whole numbers but the microbatch's. tolerance: relative. error: of the whole layout's
-    step, where it failed.
+    Attributes:
+        original: the user's module and batch.
+        config: as given. All sizes but that of a microbatch are numbers.
+        topology: the sizes t, p and d.
+        seed: of the random streams.
+        tolerance: relative.
+        error: text of what the step raised under the layout with all its axes, "" if it did not fail.
     """
 
     original: Original
@@ -38,7 +47,12 @@ class Trial:
     error: str = ""
 
     def failure(self, what: str, split: SplitRun) -> str:
-        """That an axis alone fails; its error is told where it is another than that of the whole layout."""
+        """Say that one axis alone fails, and by which error, unless it is that of all axes together.
+
+        Args:
+            what: names the axis.
+            split: the run of this axis, which failed.
+        """
         if str(split.error) == self.error:
             return f"the same happens with {what} alone"
         return f"with {what} alone the step fails: {split.error}"
@@ -49,16 +63,25 @@ class Trial:
         return run_split(self.original, config, layout, seed=self.seed, traces_outputs=traces_outputs)
 
     def differing(self, whole: WholeRun, split: SplitRun) -> dict[str, Comparison]:
-        """The parameters whose gradients are not the same."""
+        """Compare two runs, and return the parameters whose gradients differ."""
         return {name: c for name, c in compare(whole, split).items() if not c.relative <= self.tolerance}
 
     def is_same_loss(self, whole: WholeRun, split: SplitRun) -> bool:
-        """Whether the losses agree."""
+        """Whether the losses of two runs are the same, within the tolerance."""
         return abs(split.parts[0].loss - whole.loss) <= self.tolerance * max(abs(whole.loss), 1e-3)
 
 
 def explain(trial: Trial, whole: WholeRun, differing: Sequence[str]) -> tuple[Reasons, list[str]]:
-    """Why these parameters differ, each, and other reasons, of the loss or of all."""
+    """Find out why parameters differ.
+
+    Args:
+        trial: what was asked.
+        whole: the step in one process.
+        differing: names of the parameters whose gradients differ.
+
+    Returns:
+        A reason for each of these parameters for which one was found; and reasons that concern the loss, or all.
+    """
     random = _random_draws(trial, whole)
     if random:
         return dict.fromkeys(differing, random), [random]
@@ -76,13 +99,13 @@ def explain(trial: Trial, whole: WholeRun, differing: Sequence[str]) -> tuple[Re
 
 
 def explain_error(trial: Trial, whole: WholeRun) -> list[str]:
-    """Which axis of the layout a failure is of."""
+    """Find out which axis of the layout makes the step fail; returns a sentence for each that does so alone."""
     alone = [more for axis in (_cut_batch, _tensor_peers, _pipeline) for more in axis(trial, whole)[1]]
     return alone or ["each axis by itself runs, only all of them together do not"]
 
 
 def _random_draws(trial: Trial, whole: WholeRun) -> str:
-    """The step draws random numbers that are no dropout, and its result depends on them."""
+    """Say that the step draws random numbers besides dropout, if its result depends on them; "" if not."""
     if not whole.has_drawn:
         return ""
     again = run_whole(trial.original, seed=trial.seed + 1)
@@ -96,6 +119,7 @@ def _random_draws(trial: Trial, whole: WholeRun) -> str:
 
 
 def _equal(whole: WholeRun, again: WholeRun, name: str) -> bool:
+    """Whether a gradient has the same bits in both runs."""
     first, second = whole.gradients[name], again.gradients[name]
     return first is second if first is None or second is None else torch.equal(first, second)
 
@@ -104,6 +128,7 @@ def _equal(whole: WholeRun, again: WholeRun, name: str) -> bool:
 
 
 def _cut_batch(trial: Trial, whole: WholeRun) -> tuple[Reasons, list[str]]:
+    """Run the step with the batch cut as the layout cuts it, the module whole; returns as `explain`."""
     d = trial.topology.data_parallel_size
     size = _microbatch_size(trial, whole)
     if d == 1 and size >= whole.num_rows:
@@ -120,12 +145,14 @@ def _cut_batch(trial: Trial, whole: WholeRun) -> tuple[Reasons, list[str]]:
 
 
 def _microbatch_size(trial: Trial, whole: WholeRun) -> int:
+    """Rows of a microbatch under the layout."""
     topology = trial.topology
     rows = -(-whole.num_rows // topology.data_parallel_size)
     return micro_batch_size(trial.config.micro_batch_size, rows, topology.pipeline_parallel_size)
 
 
 def _why_cutting_differs(trial: Trial, whole: WholeRun, split: SplitRun) -> str:
+    """Say what it may be that depends on the cut: a batch norm, a loss that is a sum, or another loss."""
     pieces = split.parts[0].num_microbatches * trial.topology.data_parallel_size
     start = f"cutting the batch into {pieces} microbatches changes the step, in one process too: "
     norms = [name for name, m in trial.original.module.named_modules() if _normalises_over_rows(m)]
@@ -155,6 +182,7 @@ def _normalises_over_rows(module: nn.Module) -> bool:
 
 
 def _tensor_peers(trial: Trial, whole: WholeRun) -> tuple[Reasons, list[str]]:
+    """Run the step on tensor peers alone, the batch in one piece; returns as `explain`."""
     t = trial.topology.tensor_parallel_size
     if t == 1:
         return {}, []
@@ -179,7 +207,7 @@ def _tensor_peers(trial: Trial, whole: WholeRun) -> tuple[Reasons, list[str]]:
 
 
 def _why_peers_differ(trial: Trial, split: SplitRun, name: str, found: Comparison) -> str:
-    """What the gradients of the peers themselves tell of a parameter that each holds whole; "" where nothing."""
+    """Tell from the peers' gradients why a parameter that each holds whole differs; "" if they do not tell."""
     if name in split.layout.placement.shards or len(found.copies) == 1:
         return ""
     copies = [copy.expand(found.whole.shape) for copy in found.copies.values()]
@@ -197,7 +225,7 @@ def _why_peers_differ(trial: Trial, split: SplitRun, name: str, found: Compariso
 
 
 def _where_values_differ(trial: Trial, split: SplitRun) -> str:
-    """Where the forward of tensor peers leaves that of the whole module."""
+    """Say at which module the forward of tensor peers first computes other values than that of the whole module."""
     reference = run_whole(trial.original, seed=trial.seed, traces_outputs=True).trace.outputs
     outputs = split.traces[0].outputs
     styles, partial, last_right = split.layout.placement.styles, [], ""
@@ -228,6 +256,7 @@ def _where_values_differ(trial: Trial, split: SplitRun) -> str:
 
 
 def _pipeline(trial: Trial, whole: WholeRun) -> tuple[Reasons, list[str]]:
+    """Run the step on a pipeline alone, the batch in one piece; returns as `explain`."""
     p = trial.topology.pipeline_parallel_size
     if p == 1:
         return {}, []
@@ -259,6 +288,10 @@ def _pipeline(trial: Trial, whole: WholeRun) -> tuple[Reasons, list[str]]:
 def _why_hollow_values_are_used(
     trial: Trial, whole: WholeRun, split: SplitRun, config: ParallelConfig, run: Callable[[ParallelConfig], SplitRun]
 ) -> str:
+    """Say which module's values a stage used although another stage owns them: the loss was NaN, which stands for them.
+
+    Each module outside the blocks is tried in `shared=`, under which it has its values on every stage.
+    """
     cut = split.layout.partition
     start = "a stage used the values of a module that another stage owns (NaN stands for them): "
     for name in (*cut.first, *cut.last):
@@ -278,6 +311,7 @@ def _why_hollow_values_are_used(
 
 
 def _why_stages_differ(whole: WholeRun, split: SplitRun, name: str) -> str:
+    """Say why a parameter's gradient may differ in a pipeline: it gets none, or something passes stages by."""
     cut = split.layout.partition
     given = [part for part in split.parts if part.gradients.get(name) is not None]
     if whole.gradients[name] is not None and not given:
@@ -296,6 +330,7 @@ def _numbers(stages: frozenset[int]) -> str:
 
 
 def _unsplit(config: ParallelConfig) -> ParallelConfig:
+    """The same configuration with all axes of size 1."""
     return replace(
         config,
         tensor_parallel_size=1,

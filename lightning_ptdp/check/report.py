@@ -1,4 +1,4 @@
-"""What a check found, as data and as text."""
+"""The report of a check, as data and as text."""
 
 from __future__ import annotations
 
@@ -8,18 +8,24 @@ from dataclasses import dataclass
 
 from lightning_ptdp.names import starred
 
-_ROWS = 20  # of the table of differences
-_SHOWN = 3  # names that are shown as they are
+_ROWS = 20  # at most, in the table of differences
+_SHOWN = 3  # so many names are listed as they are; more are joined to patterns
 
 
 @dataclass(frozen=True)
 class ParameterReport:
-    """A parameter's gradient, split against whole.
+    """The gradient of one parameter in the split step, compared with that of the whole step.
 
-    stages: that own it. style: of its module in the tensor-parallel plan, "" without one.
-    difference: the largest of an element, NaN or infinite where the split gradient is. size: of the largest element.
-    relative: the difference by the size; where the whole module has larger gradients by far, by a part of theirs.
-    reason: why it may differ, "" where it does not.
+    Attributes:
+        name: as in the plain module.
+        stages: the stages that own it.
+        style: of its module in the tensor-parallel plan; "split" if only the parameter is named there, "" without one.
+        difference: the largest of an element, NaN or infinite if the split gradient is.
+        size: magnitude of the largest element of the whole step's gradient.
+        relative: the difference divided by the size, or, if another parameter's gradient is larger by far, by a small
+            part of that one's size.
+        is_same: whether `relative` is within the tolerance.
+        reason: why it may differ; "" if it does not, or if that was not found out.
     """
 
     name: str
@@ -36,11 +42,20 @@ class ParameterReport:
 class Report:
     """What a check found.
 
-    module, layout: in words. num_rows: of the batch. microbatches: of each replica. dtype, tolerance: of the
-    comparison, the tolerance relative.
-    faults: why the layout cannot run, all of them; then nothing was run.
-    error: what the split step raised, and where; then there are no parameters.
-    parameters: the worst first. reasons: why things differ, as far as was found out. notes: on how it was checked.
+    Attributes:
+        module: name of the module's class.
+        layout: in words.
+        num_rows: rows of the batch.
+        num_microbatches: of each replica.
+        dtype: of the gradients.
+        tolerance: relative; what differs by less is the same.
+        faults: why the layout cannot run, all of them; if there are any, nothing was run.
+        error: what the split step raised, and where; if it did, there are no parameters.
+        loss_whole: loss of the step in one process.
+        loss_split: loss of the step under the layout.
+        parameters: what was found of each gradient, the worst first.
+        reasons: why things differ, as far as was found out.
+        notes: remarks on how it was checked.
     """
 
     module: str
@@ -59,7 +74,7 @@ class Report:
 
     @property
     def has_same_loss(self) -> bool:
-        """Whether both losses agree."""
+        """Whether both losses are the same, within the tolerance."""
         return abs(self.loss_split - self.loss_whole) <= self.tolerance * max(abs(self.loss_whole), 1e-3)
 
     @property
@@ -73,7 +88,7 @@ class Report:
         return not self.faults and not self.error and self.has_same_loss and not self.different
 
     def raise_if_different(self) -> None:
-        """Raise the report unless all is well.
+        """Raise the report as an error unless the layout computes what one process computes.
 
         Raises:
             RuntimeError: the layout cannot run, or does not compute what one process computes.
@@ -82,7 +97,7 @@ class Report:
             raise RuntimeError(str(self))
 
     def __str__(self) -> str:
-        """A readable table."""
+        """Write the report as a table for people."""
         lines = [f"check of {self.module}: {self.layout}"]
         if self.faults:
             return "\n".join([*lines, "the layout cannot run:", *_listed(self.faults)])
@@ -128,7 +143,7 @@ class Report:
 
 
 def patterns(names: Sequence[str]) -> str:
-    """Dotted names in short: those that differ in a number are one, with a star."""
+    """Write dotted names in short: those that differ in a number become one pattern, with a star."""
     if len(names) <= _SHOWN:
         return ", ".join(map(repr, names))
     stars = [starred(name) for name in names]

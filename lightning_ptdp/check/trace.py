@@ -1,4 +1,4 @@
-"""What modules do in a run: which is running, which draw random numbers, and what they return."""
+"""Follows the modules of a run: which one is running, which draw random numbers, and what they return."""
 
 from __future__ import annotations
 
@@ -14,7 +14,13 @@ from lightning_ptdp.host.torch import pytree
 
 @dataclass(frozen=True)
 class Output:
-    """What a call of a module returned first: its shape, and two numbers that differ where values do."""
+    """The first floating tensor that a call of a module returned, in short.
+
+    Attributes:
+        shape: of the tensor.
+        total: weighted sum of its elements, which differs if elements are swapped.
+        norm: 2-norm of its elements.
+    """
 
     shape: tuple[int, ...]
     total: float
@@ -22,7 +28,7 @@ class Output:
 
     @classmethod
     def of(cls, value: Any) -> Output | None:
-        """Describe the first plain floating tensor of a structure; None where there is none."""
+        """Describe the first plain floating tensor of a structure; None if there is none."""
         for leaf in pytree.tree_leaves(value):
             if type(leaf) in (Tensor, nn.Parameter) and leaf.is_floating_point():
                 values = leaf.detach().double()
@@ -31,17 +37,19 @@ class Output:
         return None
 
     def is_near(self, other: Output, tolerance: float) -> bool:
-        """Whether both describe the same values. tolerance: of the norm."""
+        """Whether both describe the same values, within a tolerance relative to the larger norm."""
         room = tolerance * max(self.norm, other.norm)
         return abs(self.norm - other.norm) <= room and abs(self.total - other.total) <= room
 
 
 @dataclass
-class Trace:
+class CallTrace:
     """The calls of a module's parts, by full name.
 
-    running: names of the modules whose forward has begun and not ended, the innermost last.
-    draws: leaf modules that moved a random generator. outputs: by (name, number of the call), in order.
+    Attributes:
+        running: names of the modules whose forward has begun and not ended, the innermost last.
+        draws: names of leaf modules that moved a random generator, once a call.
+        outputs: what calls returned, by (name, number of the call among those of the module), in order.
     """
 
     running: list[str] = field(default_factory=list)
@@ -50,7 +58,13 @@ class Trace:
     _states: list[tuple[torch.Tensor, HostState]] = field(default_factory=list)
 
     def attach(self, module: nn.Module, *, draws: bool = False, outputs: bool = False) -> None:
-        """Follow the calls of a module's parts, and note what is asked for."""
+        """Follow the calls of a module's parts from now on.
+
+        Args:
+            module: whose parts are followed, by hooks that stay.
+            draws: whether to note which leaf modules draw random numbers.
+            outputs: whether to note what calls return.
+        """
         for name, child in module.named_modules():
             self._follow(name, child, draws=draws, outputs=outputs)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from lightning_ptdp.checkpoint.folder import Keys
 from lightning_ptdp.checkpoint.local_state import LocalState
-from lightning_ptdp.checkpoint.rectangles import Placed
+from lightning_ptdp.checkpoint.rectangles import Located
 from lightning_ptdp.checkpoint.single import gather_whole
 from lightning_ptdp.checkpoint.writers import assign_writers
 from lightning_ptdp.comm.collectives import gather_objects
@@ -24,14 +24,14 @@ class Contents:
     order: the names of the plain model, in its order.
     """
 
-    tensors: Mapping[Keys, Placed]
+    tensors: Mapping[Keys, Located]
     objects: Mapping[Keys, Any]
     rest: Mapping[str, Any]
     order: Sequence[str]
 
     def copied(self) -> Contents:
         """A copy in host memory of its own, which training does not change."""
-        tensors = {keys: placed.copied() for keys, placed in self.tensors.items()}
+        tensors = {keys: located.copied() for keys, located in self.tensors.items()}
         return replace(
             self, tensors=tensors, objects=copy.deepcopy(dict(self.objects)), rest=copy.deepcopy(dict(self.rest))
         )
@@ -81,9 +81,9 @@ def plain_checkpoint(rest: Mapping[str, Any], order: Sequence[str], values: Mapp
 
 def _in_order(values: Mapping[Keys, Any], top: str, order: Sequence[str]) -> dict[str, Any]:
     """The values below a first key, in the order of the plain module; those that it has not come last."""
-    places = {name: i for i, name in enumerate(order)}
+    numbers = {name: i for i, name in enumerate(order)}
     found = {str(keys[1]): value for keys, value in values.items() if keys[0] == top}
-    return {name: found[name] for name in sorted(found, key=lambda name: places.get(name, len(places)))}
+    return {name: found[name] for name in sorted(found, key=lambda name: numbers.get(name, len(numbers)))}
 
 
 def _number(top: str | int) -> int:

@@ -18,7 +18,7 @@ from lightning_ptdp.checkpoint.contents import plain_checkpoint
 from lightning_ptdp.checkpoint.folder import Folder, Keys, Stored
 from lightning_ptdp.checkpoint.pretrained import models_of
 from lightning_ptdp.checkpoint.reading import check_exists, contents, names_of, read_checkpoint
-from lightning_ptdp.checkpoint.rectangles import Place
+from lightning_ptdp.checkpoint.rectangles import Location
 from lightning_ptdp.checkpoint.single import placeholders, write_file
 
 Tensors = Iterable[tuple[Keys, Tensor]]
@@ -165,7 +165,7 @@ def check_undamaged(folder: Path) -> None:
 def _one_by_one(folder: Folder, stored: dict[Keys, Stored]) -> Iterator[tuple[Keys, Tensor]]:
     for keys, found in stored.items():
         tensor = torch.empty(found.size, dtype=found.dtype)
-        folder.read({keys: Place.whole(found.size).of(tensor)})
+        folder.read({keys: Location.whole(found.size).of(tensor)})
         yield keys, tensor
 
 

@@ -47,7 +47,7 @@ from torch.futures import Future
 
 from lightning_ptdp.checkpoint.checked_files import File, Summing, opened
 from lightning_ptdp.checkpoint.errors import CheckpointError, DamagedFileError, naming
-from lightning_ptdp.checkpoint.rectangles import Placed, Size
+from lightning_ptdp.checkpoint.rectangles import Located, Size
 from lightning_ptdp.checkpoint.stored_tensor import read_tensor
 from lightning_ptdp.checkpoint.whole_or_absent import files
 from lightning_ptdp.host.torch import slice_of
@@ -77,9 +77,9 @@ def is_folder(path: str | Path) -> bool:
 class _SavePlanner(dcp.DefaultSavePlanner):
     """Plans what this rank writes. order: the names of the plain model, in its order."""
 
-    def __init__(self, tensors: Mapping[Keys, Placed], objects: Mapping[Keys, Any], order: Sequence[str]) -> None:
+    def __init__(self, tensors: Mapping[Keys, Located], objects: Mapping[Keys, Any], order: Sequence[str]) -> None:
         super().__init__()
-        self._tensors = {key_of(path): placed for path, placed in tensors.items()}
+        self._tensors = {key_of(path): located for path, located in tensors.items()}
         self._objects = {key_of(path): value for path, value in objects.items()}
         self._paths = {key_of(path): path for path in (*tensors, *objects)}
         self._order = order
@@ -94,14 +94,14 @@ class _SavePlanner(dcp.DefaultSavePlanner):
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         plans, metadata = super().create_global_plan(all_plans)
         paths: Mapping[str, Keys] = metadata.planner_data
-        places = {name: i for i, name in enumerate(self._order)}
+        numbers = {name: i for i, name in enumerate(self._order)}
 
-        def place(key: str) -> tuple[bool, str, int]:
+        def order_of(key: str) -> tuple[bool, str, int]:
             top, *rest = paths[key]
             name = rest[0] if len(rest) == 1 else rest[1]
-            return top != "model", str(top), places.get(str(name), len(places))
+            return top != "model", str(top), numbers.get(str(name), len(numbers))
 
-        found = {key: metadata.state_dict_metadata[key] for key in sorted(metadata.state_dict_metadata, key=place)}
+        found = {key: metadata.state_dict_metadata[key] for key in sorted(metadata.state_dict_metadata, key=order_of)}
         return plans, replace(metadata, state_dict_metadata=found)
 
     def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
@@ -113,8 +113,8 @@ class _SavePlanner(dcp.DefaultSavePlanner):
         return _view_at(self._tensors[index.fqn], index)
 
     def _tensor_items(self) -> Iterator[WriteItem]:
-        for key, placed in self._tensors.items():
-            for rectangle in placed.rectangles:
+        for key, located in self._tensors.items():
+            for rectangle in located.rectangles:
                 offset, size = torch.Size(rectangle.offset), rectangle.view.size()
                 yield WriteItem(
                     index=MetadataIndex(key, offset),
@@ -122,7 +122,7 @@ class _SavePlanner(dcp.DefaultSavePlanner):
                     tensor_data=TensorWriteData(
                         chunk=ChunkStorageMetadata(offset, size),
                         properties=TensorProperties.create_from_tensor(rectangle.view),
-                        size=torch.Size(placed.size),
+                        size=torch.Size(located.size),
                     ),
                 )
 
@@ -133,7 +133,7 @@ class _SavePlanner(dcp.DefaultSavePlanner):
 
 def write(
     folder: Path,
-    tensors: Mapping[Keys, Placed],
+    tensors: Mapping[Keys, Located],
     objects: Mapping[Keys, Any],
     order: Sequence[str],
     group: ProcessGroup,
@@ -246,7 +246,7 @@ class Folder:
         with self._naming(), self._files.create_stream(self.path / META, "rb") as stream:
             return cast(dict[str, Any], torch.load(stream, map_location="cpu", weights_only=weights_only))
 
-    def read(self, tensors: Mapping[Keys, Placed], objects: Sequence[Keys] = ()) -> dict[Keys, Any]:
+    def read(self, tensors: Mapping[Keys, Located], objects: Sequence[Keys] = ()) -> dict[Keys, Any]:
         """Fill the views of what this rank holds; returns the objects.
 
         Raises:
@@ -285,8 +285,8 @@ class Folder:
 
 
 class _LoadPlanner(LoadPlanner):
-    def __init__(self, tensors: Mapping[Keys, Placed], objects: Sequence[Keys]) -> None:
-        self._tensors = {key_of(path): placed for path, placed in tensors.items()}
+    def __init__(self, tensors: Mapping[Keys, Located], objects: Sequence[Keys]) -> None:
+        self._tensors = {key_of(path): located for path, located in tensors.items()}
         self._objects = {key_of(path): path for path in objects}
         self.found: dict[Keys, Any] = {}
 
@@ -296,12 +296,12 @@ class _LoadPlanner(LoadPlanner):
 
     def create_local_plan(self) -> LoadPlan:
         items: list[ReadItem] = []
-        for key, placed in self._tensors.items():
+        for key, located in self._tensors.items():
             stored = self._metadata.state_dict_metadata.get(key)
-            if not isinstance(stored, TensorStorageMetadata) or tuple(stored.size) != placed.size:
+            if not isinstance(stored, TensorStorageMetadata) or tuple(stored.size) != located.size:
                 found = tuple(stored.size) if isinstance(stored, TensorStorageMetadata) else "nothing"
-                raise ValueError(f"the checkpoint has {found} for {key!r}, and the module {placed.size}")
-            chunks = [ChunkStorageMetadata(torch.Size(r.offset), r.view.size()) for r in placed.rectangles]
+                raise ValueError(f"the checkpoint has {found} for {key!r}, and the module {located.size}")
+            chunks = [ChunkStorageMetadata(torch.Size(r.offset), r.view.size()) for r in located.rectangles]
             items += create_read_items_for_chunk_list(key, stored, chunks)
         for key in self._objects:
             nothing, index = torch.Size((0,)), MetadataIndex(key)
@@ -362,7 +362,7 @@ class _CheckingFileSystem(FileSystem):
             yield stream
 
 
-def _view_at(placed: Placed, index: MetadataIndex) -> Tensor:
+def _view_at(located: Located, index: MetadataIndex) -> Tensor:
     assert index.offset is not None, "every rectangle has one"
     offset = tuple(index.offset)
-    return next(r.view for r in placed.rectangles if r.offset == offset)
+    return next(r.view for r in located.rectangles if r.offset == offset)

@@ -19,7 +19,7 @@ from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
 from lightning_ptdp.checkpoint.folder import Folder, Keys
-from lightning_ptdp.checkpoint.rectangles import Place, Placed, Run
+from lightning_ptdp.checkpoint.rectangles import FlatLocation, Located, Location
 from lightning_ptdp.comm.collectives import gather_objects
 from lightning_ptdp.comm.groups import Groups
 from lightning_ptdp.engine.parameters import Parameters
@@ -29,40 +29,40 @@ GroupNames = Sequence[Sequence[str]]
 
 
 class LocalState:
-    """Names and places of what this rank holds, in one layout."""
+    """Names and locations of what this rank holds, in one layout."""
 
     def __init__(self, groups: Groups, parameters: Parameters) -> None:
-        """Work out places from the table of parameters as it is now."""
+        """Work out locations from the table of parameters as it is now."""
         self._groups, self.names, self._shards = groups, parameters.state_names, parameters.placement.shards
         self.main_weights = frozenset(parameters.main_weights)
         """Names under which a state of the module holds what optimizers step, in place of its own weights."""
-        self.trained: dict[str, Place | Run] = {}
+        self.trained: dict[str, Location | FlatLocation] = {}
         """Where what this rank's optimizers step lies, or would lie, by name."""
         for row in parameters:
             for name in row.names:
-                place = self.place(name, row.parameter.shape)
-                self.trained[name] = place if row.run is None else place.run(row.run.start, row.run.length)
+                location = self.location(name, row.parameter.shape)
+                self.trained[name] = (
+                    location if row.piece is None else location.piece(row.piece.start, row.piece.length)
+                )
 
-    def place(self, name: str, shape: Sequence[int]) -> Place:
+    def location(self, name: str, shape: Sequence[int]) -> Location:
         """Where the local tensor of this name, and of this local shape, lies in the whole."""
         shard = self._shards.get(name)
         if shard is None or len(shape) <= shard.dim:
-            return Place.whole(tuple(shape))
-        return Place.sharded(tuple(shape), shard, self._groups.at.tensor, self._groups.tensor.size())
+            return Location.whole(tuple(shape))
+        return Location.sharded(tuple(shape), shard, self._groups.at.tensor, self._groups.tensor.size())
 
     # -- the module ------------------------------------------------------------------------------------------------
 
     def module_entries(
         self, state: Mapping[str, Any], top: str = "model"
-    ) -> tuple[dict[Keys, Placed], dict[Keys, Any]]:
+    ) -> tuple[dict[Keys, Located], dict[Keys, Any]]:
         """Tensors and other values of a module's state that this rank holds, by their place in a checkpoint.
 
         top: their first key there.
         """
         tensors, objects = _split({(top, name): value for name, value in state.items()})
-        return {
-            keys: self._place_in_module(str(keys[1]), tensor).of(tensor) for keys, tensor in tensors.items()
-        }, objects
+        return {keys: self._in_module(str(keys[1]), tensor).of(tensor) for keys, tensor in tensors.items()}, objects
 
     def read_module(self, folder: Folder, state: Mapping[str, Any]) -> dict[str, Any]:
         """Fill the tensors of a module's state from a checkpoint, in place.
@@ -72,26 +72,26 @@ class LocalState:
         stored = {str(name): found for (name,), found in folder.tensors("model").items()}
         tensors, _ = _split({name: value for name, value in state.items() if name in stored})
         strange = {n: torch.empty(s.size, dtype=s.dtype) for n, s in stored.items() if n not in self.names}
-        placed: dict[Keys, Placed] = {}
-        placed |= {("model", name): self._place_in_module(name, tensor).of(tensor) for name, tensor in tensors.items()}
-        placed |= {("model", name): Place.whole(tuple(tensor.shape)).of(tensor) for name, tensor in strange.items()}
+        located: dict[Keys, Located] = {}
+        located |= {("model", name): self._in_module(name, tensor).of(tensor) for name, tensor in tensors.items()}
+        located |= {("model", name): Location.whole(tuple(tensor.shape)).of(tensor) for name, tensor in strange.items()}
         objects: list[Keys] = [("model", *name) for name in folder.objects("model")]
-        found = {str(keys[1]): value for keys, value in folder.read(placed, objects).items()}
+        found = {str(keys[1]): value for keys, value in folder.read(located, objects).items()}
         return {**tensors, **strange, **found}
 
     def read_other(self, folder: Folder, top: str, state: Mapping[str, Any]) -> dict[str, Any]:
         """Read this rank's part of another state of the module in a checkpoint, under the first key `top`."""
         stored = {str(name): found for (name,), found in folder.tensors(top).items() if name in state}
-        places = {name: self._place_in_module(name, state[name]) for name in stored}
-        tensors = {name: torch.empty(places[name].shape, dtype=found.dtype) for name, found in stored.items()}
-        placed: dict[Keys, Placed] = {(top, name): places[name].of(tensor) for name, tensor in tensors.items()}
-        found = folder.read(placed, [(top, *keys) for keys in folder.objects(top)])
+        locations = {name: self._in_module(name, state[name]) for name in stored}
+        tensors = {name: torch.empty(locations[name].shape, dtype=found.dtype) for name, found in stored.items()}
+        located: dict[Keys, Located] = {(top, name): locations[name].of(tensor) for name, tensor in tensors.items()}
+        found = folder.read(located, [(top, *keys) for keys in folder.objects(top)])
         return {**tensors, **{str(keys[1]): value for keys, value in found.items()}}
 
     def take_module(self, given: Mapping[str, Any], state: Mapping[str, Any]) -> dict[str, Any]:
         """Take this rank's part of a state that is given whole, or as `read_module` returned it."""
         return {
-            name: _fitted(given[name], self._place_in_module(name, held)) if isinstance(held, Tensor) else given[name]
+            name: _fitted(given[name], self._in_module(name, held)) if isinstance(held, Tensor) else given[name]
             for name, held in state.items()
             if name in given
         }
@@ -100,9 +100,9 @@ class LocalState:
         """Names that this rank misses in a given state, and names that no rank has a place for."""
         return sorted(set(state) - set(given)), sorted(set(given) - set(self.names))
 
-    def _place_in_module(self, name: str, tensor: Tensor) -> Place | Run:
+    def _in_module(self, name: str, tensor: Tensor) -> Location | FlatLocation:
         is_main = name in self.main_weights and tuple(tensor.shape) == self.trained[name].shape
-        return self.trained[name] if is_main else self.place(name, tensor.shape)
+        return self.trained[name] if is_main else self.location(name, tensor.shape)
 
     # -- an optimizer ----------------------------------------------------------------------------------------------
 
@@ -128,7 +128,7 @@ class LocalState:
             ],
         }
 
-    def optimizer_entries(self, number: int, state: Mapping[str, Any]) -> tuple[dict[Keys, Placed], dict[Keys, Any]]:
+    def optimizer_entries(self, number: int, state: Mapping[str, Any]) -> tuple[dict[Keys, Located], dict[Keys, Any]]:
         """Tensors and other values of optimizer `number` that this rank holds, by their place in a checkpoint."""
         top = f"optimizer_{number}"
         values: dict[Keys, Any] = {
@@ -137,23 +137,23 @@ class LocalState:
             for key, value in state_of.items()
         }
         tensors, objects = _split(values)
-        placed: dict[Keys, Placed] = {}
+        located: dict[Keys, Located] = {}
         for keys, tensor in tensors.items():
-            found = self._placed_state(str(keys[2]), tensor)
+            found = self._located_state(str(keys[2]), tensor)
             if found is not None:
-                placed[keys] = found
-        return placed, {**objects, (top, "param_groups"): state["param_groups"]}
+                located[keys] = found
+        return located, {**objects, (top, "param_groups"): state["param_groups"]}
 
-    def _placed_state(self, name: str, tensor: Tensor) -> Placed | None:
+    def _located_state(self, name: str, tensor: Tensor) -> Located | None:
         """Where an optimizer's tensor lies; None for one that the replica with the first slice saves for all."""
         trained = self.trained[name]
         if tuple(tensor.shape) == trained.shape:
             return trained.of(tensor)
-        whole = Place.whole(tuple(tensor.shape)).of(tensor)
-        if isinstance(trained, Place):
+        whole = Location.whole(tuple(tensor.shape)).of(tensor)
+        if isinstance(trained, Location):
             return whole
         return (
-            replace(whole, on_tensor_peers=trained.place.on_tensor_peers, on_replicas=False)
+            replace(whole, on_tensor_peers=trained.location.on_tensor_peers, on_replicas=False)
             if trained.start == 0
             else None
         )
@@ -162,18 +162,18 @@ class LocalState:
         """Read this rank's part of the state of optimizer `number` in a checkpoint."""
         top = f"optimizer_{number}"
         state: dict[str, dict[str, Any]] = {}
-        placed: dict[Keys, Placed] = {}
+        located: dict[Keys, Located] = {}
         for path, stored in folder.tensors(top, "state").items():
             name, key = map(str, path)
-            place = self.trained.get(name)
-            if place is None:
+            location = self.trained.get(name)
+            if location is None:
                 continue
-            place = place if place.size == stored.size else Place.whole(stored.size)
-            tensor = torch.empty(place.shape, dtype=stored.dtype)
+            location = location if location.size == stored.size else Location.whole(stored.size)
+            tensor = torch.empty(location.shape, dtype=stored.dtype)
             state.setdefault(name, {})[key] = tensor
-            placed[top, "state", name, key] = place.of(tensor)
+            located[top, "state", name, key] = location.of(tensor)
         objects: list[Keys] = [(top, *keys) for keys in folder.objects(top) if len(keys) < 2 or keys[1] in self.trained]
-        found = folder.read(placed, objects)
+        found = folder.read(located, objects)
         for keys, value in found.items():
             if len(keys) == 4:
                 state.setdefault(str(keys[2]), {})[str(keys[3])] = value
@@ -202,12 +202,12 @@ class LocalState:
         return {"state": state, "param_groups": groups}
 
 
-def _fitted(value: Any, place: Place | Run) -> Any:
+def _fitted(value: Any, location: Location | FlatLocation) -> Any:
     """The local part of a tensor that is given whole; anything else as it is."""
-    if not isinstance(value, Tensor) or tuple(value.shape) != place.size or place.size == place.shape:
+    if not isinstance(value, Tensor) or tuple(value.shape) != location.size or location.size == location.shape:
         return value
-    local = value.new_empty(place.shape)
-    place.of(local).take(value)
+    local = value.new_empty(location.shape)
+    location.of(local).take(value)
     return local
 
 

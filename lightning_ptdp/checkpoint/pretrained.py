@@ -70,7 +70,7 @@ def read_pretrained(
         for name, stored in stored_as.items():
             held = [alias for alias in aliases.get(name, (name,)) if alias in state]
             if stored is not None and held[:1] == [name]:
-                wanted.append((stored, local.place(name, state[name].shape).of(state[name])))
+                wanted.append((stored, local.location(name, state[name].shape).of(state[name])))
         unused = sorted(set(files.file_of) - set(stored_as.values()))
         if missing and unused:
             raise RuntimeError(

@@ -10,7 +10,7 @@ import torch
 
 from lightning_ptdp.checkpoint.contents import plain_checkpoint
 from lightning_ptdp.checkpoint.folder import Folder, Keys, Stored, is_folder
-from lightning_ptdp.checkpoint.rectangles import Place, Placed
+from lightning_ptdp.checkpoint.rectangles import Located, Location
 
 
 def read_checkpoint(path: str | Path, *, optimizers: bool = True, weights_only: bool = True) -> dict[str, Any]:
@@ -34,8 +34,8 @@ def read_checkpoint(path: str | Path, *, optimizers: bool = True, weights_only: 
     folder = Folder(where)
     stored, objects = contents(folder, optimizers=optimizers)
     tensors = {keys: torch.empty(found.size, dtype=found.dtype) for keys, found in stored.items()}
-    placed: dict[Keys, Placed] = {keys: Place.whole(tuple(t.shape)).of(t) for keys, t in tensors.items()}
-    values = {**tensors, **folder.read(placed, objects)}
+    located: dict[Keys, Located] = {keys: Location.whole(tuple(t.shape)).of(t) for keys, t in tensors.items()}
+    values = {**tensors, **folder.read(located, objects)}
     return plain_checkpoint(folder.meta(weights_only=weights_only), names_of(folder), values)
 
 

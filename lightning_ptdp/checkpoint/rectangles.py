@@ -1,7 +1,7 @@
 """Where what a rank holds lies in the whole tensor, as rectangles.
 
 A tensor-parallel shard may be several runs along a dim (packed projections), and a shard of a sharded optimizer is a
-run of the flattened local tensor. Both are a few boxes, each with its offset in the whole and a view of local memory,
+piece of the flattened local tensor. Both are a few boxes, each with its offset in the whole and a view of local memory,
 which is all that a checkpoint needs to know.
 """
 
@@ -27,7 +27,7 @@ class Rectangle:
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
+class Located:
     """What a rank holds of a tensor.
 
     size: shape of the whole. rectangles: disjoint; none where the rank holds nothing. on_tensor_peers, on_replicas:
@@ -39,7 +39,7 @@ class Placed:
     on_tensor_peers: bool = True
     on_replicas: bool = True
 
-    def copied(self) -> Placed:
+    def copied(self) -> Located:
         """The same, in host memory of its own."""
         copies = tuple(replace(r, view=r.view.detach().to("cpu", copy=True).contiguous()) for r in self.rectangles)
         return replace(self, rectangles=copies)
@@ -60,7 +60,7 @@ class _Box:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Location:
     """Where a local tensor lies in the whole. size: shape of the whole. shape: that of the local tensor."""
 
     size: Size
@@ -69,13 +69,13 @@ class Place:
     on_tensor_peers: bool
 
     @classmethod
-    def whole(cls, size: Size) -> Place:
-        """The place of a tensor that the rank holds whole."""
+    def whole(cls, size: Size) -> Location:
+        """The location of a tensor that the rank holds whole."""
         return cls(size, size, (_Box((0,) * len(size), (0,) * len(size), size),), on_tensor_peers=True)
 
     @classmethod
-    def sharded(cls, shape: Size, shard: Shard, rank: int, size: int) -> Place:
-        """The place of a local tensor of `shape`, on tensor rank `rank` of `size`."""
+    def sharded(cls, shape: Size, shard: Shard, rank: int, size: int) -> Location:
+        """The location of a local tensor of `shape`, on tensor rank `rank` of `size`."""
         boxes, start = [], 0
         for piece in shard.pieces(rank, size):
             if piece.length:
@@ -87,47 +87,47 @@ class Place:
         whole[shard.dim] = sum(shard.sections)
         return cls(tuple(whole), shape, tuple(boxes), on_tensor_peers=False)
 
-    def of(self, local: Tensor) -> Placed:
-        """Put a local tensor here."""
+    def of(self, local: Tensor) -> Located:
+        """Locate a local tensor."""
         found = tuple(Rectangle(box.offset, part(local, box.local, box.extent)) for box in self.boxes)
-        return Placed(self.size, found, self.on_tensor_peers)
+        return Located(self.size, found, self.on_tensor_peers)
 
-    def run(self, start: int, length: int) -> Run:
-        """The place of the elements `start` .. `start + length - 1` of the flattened local tensor."""
-        return Run(self, start, length)
+    def piece(self, start: int, length: int) -> FlatLocation:
+        """The location of the elements `start` .. `start + length - 1` of the flattened local tensor."""
+        return FlatLocation(self, start, length)
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
-    """Where a run of a flattened local tensor lies in the whole; no other replica holds it."""
+class FlatLocation:
+    """Where a piece of a flattened local tensor lies in the whole; no other replica holds it."""
 
-    place: Place
+    location: Location
     start: int
     length: int
 
     @property
     def size(self) -> Size:
         """The shape of the whole."""
-        return self.place.size
+        return self.location.size
 
     @property
     def shape(self) -> Size:
-        """The shape of the run: its length."""
+        """The shape of the piece: its length."""
         return (self.length,)
 
-    def of(self, run: Tensor) -> Placed:
-        """Put a run of elements here."""
+    def of(self, piece: Tensor) -> Located:
+        """Locate the elements of this piece."""
         found, taken = [], 0
-        for corner, extent in _boxes_of_run(self.place.shape, self.start, self.start + self.length):
-            values = run[taken : taken + math.prod(extent)].view(extent)
+        for corner, extent in _boxes_of_run(self.location.shape, self.start, self.start + self.length):
+            values = piece[taken : taken + math.prod(extent)].view(extent)
             taken += values.numel()
-            for box in self.place.boxes:
+            for box in self.location.boxes:
                 low = tuple(map(max, corner, box.local))
                 high = tuple(map(min, _plus(corner, extent), _plus(box.local, box.extent)))
                 if all(a < b for a, b in zip(low, high, strict=True)):
                     view = part(values, _minus(low, corner), _minus(high, low))
                     found.append(Rectangle(_plus(box.offset, _minus(low, box.local)), view))
-        return Placed(self.size, tuple(found), self.place.on_tensor_peers, on_replicas=False)
+        return Located(self.size, tuple(found), self.location.on_tensor_peers, on_replicas=False)
 
 
 def _boxes_of_run(shape: Size, start: int, stop: int) -> Iterator[tuple[Size, Size]]:

@@ -23,7 +23,7 @@ class RunState:
         self._module, self._parameters, self._gradients, self._groups = module, parameters, gradients, groups
 
     def local(self) -> LocalState:
-        """Names and places of what this rank holds."""
+        """Names and locations of what this rank holds."""
         return LocalState(self._groups, self._parameters.read())
 
     @property

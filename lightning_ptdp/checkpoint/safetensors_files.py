@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from lightning_ptdp.checkpoint.rectangles import Placed
+from lightning_ptdp.checkpoint.rectangles import Located
 
 FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -48,30 +48,30 @@ class SafetensorsFiles:
         except (OSError, ValueError, KeyError, self._error) as error:
             raise RuntimeError(f"the weights in {path} cannot be read ({type(error).__name__}: {error})") from error
 
-    def read(self, wanted: Sequence[tuple[str, Placed]]) -> int:
+    def read(self, wanted: Sequence[tuple[str, Located]]) -> int:
         """Fill the views of what this rank holds of tensors, by their names; returns the bytes that were read.
 
         Raises:
             ValueError: a tensor has another size.
             RuntimeError: a file is missing or damaged.
         """
-        by_file: dict[Path, list[tuple[str, Placed]]] = {}
-        for name, placed in wanted:
-            by_file.setdefault(self.file_of[name], []).append((name, placed))
+        by_file: dict[Path, list[tuple[str, Located]]] = {}
+        for name, located in wanted:
+            by_file.setdefault(self.file_of[name], []).append((name, located))
         return sum(self._read(file, tensors) for file, tensors in by_file.items())
 
-    def _read(self, file: Path, wanted: Sequence[tuple[str, Placed]]) -> int:
+    def _read(self, file: Path, wanted: Sequence[tuple[str, Located]]) -> int:
         num_bytes = 0
         try:
             with self._open(str(file), framework="pt") as stream:
-                for name, placed in wanted:
+                for name, located in wanted:
                     stored = stream.get_slice(name)
-                    if tuple(stored.get_shape()) != placed.size:
+                    if tuple(stored.get_shape()) != located.size:
                         raise ValueError(
-                            f"{name!r} has the size {tuple(stored.get_shape())} in {file}, and {placed.size} in the "
+                            f"{name!r} has the size {tuple(stored.get_shape())} in {file}, and {located.size} in the "
                             "module; build the module with the configuration of these weights"
                         )
-                    for rectangle in placed.rectangles:
+                    for rectangle in located.rectangles:
                         box = tuple(
                             slice(start, start + length)
                             for start, length in zip(rectangle.offset, rectangle.view.shape, strict=True)

@@ -14,13 +14,13 @@ from lightning_ptdp.checkpoint import folder, whole_or_absent
 from lightning_ptdp.checkpoint.checked_files import checksums_of, faults_of
 from lightning_ptdp.checkpoint.errors import CheckpointError, DamagedFileError
 from lightning_ptdp.checkpoint.folder import Keys
-from lightning_ptdp.checkpoint.rectangles import Placed
+from lightning_ptdp.checkpoint.rectangles import Located
 from lightning_ptdp.comm.collectives import broadcast_object, gather_objects
 
 
 def save_folder(
     path: Path,
-    tensors: Mapping[Keys, Placed],
+    tensors: Mapping[Keys, Located],
     objects: Mapping[Keys, Any],
     meta: Mapping[str, Any],
     order: Sequence[str],

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lightning_ptdp.checkpoint import whole_or_absent
 from lightning_ptdp.checkpoint.folder import Keys, Stored
-from lightning_ptdp.checkpoint.rectangles import Placed, Size, part
+from lightning_ptdp.checkpoint.rectangles import Located, Size, part
 from lightning_ptdp.comm.collectives import gather_objects, receive_from, send_to
 from lightning_ptdp.comm.groups import world
 from lightning_ptdp.host.torch import FakeTensorMode, offset_in_file
@@ -39,7 +39,7 @@ class _Outline:
     pieces: tuple[tuple[int, Size, Size], ...]
 
 
-def save_file(path: Path, tensors: Mapping[Keys, Placed], objects: Mapping[Keys, Any], assemble: Assemble) -> None:
+def save_file(path: Path, tensors: Mapping[Keys, Located], objects: Mapping[Keys, Any], assemble: Assemble) -> None:
     """Write one file on rank 0; every rank of the world calls it.
 
     Args:
@@ -70,30 +70,30 @@ def write_file(path: Path, checkpoint: dict[str, Any], values: Values, tensors: 
     checkpoint: with `placeholders`, which are its values by their keys. tensors: what belongs there, on the host.
     """
     with whole_or_absent.whole_file(path) as aside:
-        places = _write_without_values(aside, checkpoint)
+        locations = _write_without_values(aside, checkpoint)
         with aside.open("r+b") as stream:
-            for tensor, offset in places:
+            for tensor, offset in locations:
                 if not _is_fake(tensor):
                     _write_at(stream, offset, torch.tensor([], dtype=torch.uint8).set_(tensor.cpu().untyped_storage()))
-            offset_of = {id(tensor): offset for tensor, offset in places}
+            offset_of = {id(tensor): offset for tensor, offset in locations}
             for keys, tensor in tensors:
                 if id(values[keys]) in offset_of:
                     _write_at(stream, offset_of[id(values[keys])], tensor)
                 del tensor  # before the next is made
 
 
-def gather_whole(tensors: Mapping[Keys, Placed], objects: Mapping[Keys, Any], assemble: Assemble) -> dict[str, Any]:
+def gather_whole(tensors: Mapping[Keys, Located], objects: Mapping[Keys, Any], assemble: Assemble) -> dict[str, Any]:
     """The nested checkpoint with all values in the memory of rank 0; empty elsewhere."""
     outlines, others = _outlines(tensors, objects)
     values: Values = {keys: tensor.clone() for keys, tensor in _gathered(outlines, tensors)}
     return assemble({**values, **others}) if world().rank() == 0 else {}
 
 
-def _outlines(tensors: Mapping[Keys, Placed], objects: Mapping[Keys, Any]) -> tuple[dict[Keys, _Outline], Values]:
+def _outlines(tensors: Mapping[Keys, Located], objects: Mapping[Keys, Any]) -> tuple[dict[Keys, _Outline], Values]:
     """Describe what all ranks hold together, alike on each; and collect the objects."""
     mine = [
-        (keys, placed.size, [(r.offset, tuple(r.view.shape), r.view.dtype) for r in placed.rectangles])
-        for keys, placed in tensors.items()
+        (keys, located.size, [(r.offset, tuple(r.view.shape), r.view.dtype) for r in located.rectangles])
+        for keys, located in tensors.items()
     ]
     outlines: dict[Keys, _Outline] = {}
     others: Values = {}
@@ -106,7 +106,7 @@ def _outlines(tensors: Mapping[Keys, Placed], objects: Mapping[Keys, Any]) -> tu
     return outlines, others
 
 
-def _gathered(outlines: Mapping[Keys, _Outline], tensors: Mapping[Keys, Placed]) -> Iterator[tuple[Keys, Tensor]]:
+def _gathered(outlines: Mapping[Keys, _Outline], tensors: Mapping[Keys, Located]) -> Iterator[tuple[Keys, Tensor]]:
     """On rank 0 each whole tensor in turn, on the host; other ranks send theirs meanwhile."""
     me = world().rank()
     for keys, outline in outlines.items():
@@ -124,11 +124,11 @@ def _whole(outline: _Outline, views: Mapping[Size, Tensor]) -> Tensor:
     """Put a tensor together from rank 0's own views and from what others send."""
     whole = torch.empty(outline.size, dtype=outline.dtype)
     for rank, offset, extent in outline.pieces:
-        place = part(whole, offset, extent)
+        view = part(whole, offset, extent)
         if rank == world().rank():
-            place.copy_(views[offset])
+            view.copy_(views[offset])
             continue
-        for block in _blocks(place):
+        for block in _blocks(view):
             received = block if block.is_contiguous() else torch.empty_like(block)
             receive_from(received, rank)
             if received is not block:

@@ -20,7 +20,7 @@ def show_kernels(*, build_again: bool = False) -> None:
         build_again: compile the kernels first, even if they are there or compiling them failed before.
     """
     if build_again:
-        say(f"built {build.cached(build.make_plan(), again=True)}")
+        say(f"built {build.cached(build.commands_here(), again=True)}")
     library = load()
     show_table("kernels", ["device", "dtype", "what runs"], rows())
     say(f"\nlibrary: {library.path or 'none'}")

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from lightning_ptdp.comm.in_process import place_in
+from lightning_ptdp.comm.in_process import rank_in
 
 SUM = dist.ReduceOp.SUM
 MAX = dist.ReduceOp.MAX
@@ -81,7 +81,7 @@ def average_gradients(parameters: Iterable[nn.Parameter], fresh: Set[nn.Paramete
 def broadcast_(tensor: Tensor, source: int, group: ProcessGroup) -> Tensor:
     """Overwrite in place with the tensor of global rank `source`, and return it."""
     if group.size() > 1:
-        dist.broadcast(tensor, group_src=place_in(group, source), group=group)
+        dist.broadcast(tensor, group_src=rank_in(group, source), group=group)
     return tensor
 
 
@@ -90,7 +90,7 @@ def broadcast_object(value: Any, source: int, group: ProcessGroup) -> Any:
     if group.size() == 1:
         return value
     box = [value]
-    dist.broadcast_object_list(box, group_src=place_in(group, source), group=group)
+    dist.broadcast_object_list(box, group_src=rank_in(group, source), group=group)
     return box[0]
 
 

@@ -140,8 +140,8 @@ class InProcessWorld:
         )
 
 
-def place_in(group: dist.ProcessGroup, rank: int) -> int:
-    """The place of a global rank among the ranks of a group."""
+def rank_in(group: dist.ProcessGroup, rank: int) -> int:
+    """The number of a global rank among the ranks of a group."""
     return group.ranks.index(rank) if isinstance(group, InProcessGroup) else dist.get_group_rank(group, rank)
 
 
@@ -159,7 +159,7 @@ class _Generators:
 
 @dataclass
 class _Meeting:
-    """One collective: what each member gave, by its place; `taken` counts those who have the result."""
+    """One collective: what each member gave, by its number; `taken` counts those who have the result."""
 
     kind: str
     given: dict[int, Any] = field(default_factory=dict)
@@ -182,14 +182,14 @@ class InProcessGroup(dist.ProcessGroup):
         super().__init__(ranks.index(rank), len(ranks))  # type: ignore[call-arg]  # the stubs know one of its forms
         self.ranks = ranks
         self._world, self._name, self._rank = world, name, rank
-        self._place = ranks.index(rank)
+        self._member = ranks.index(rank)
         self._meetings = world.meetings(name, ranks)
         self._num_collectives = 0
         self._num_sent: dict[int, int] = {}
         self._num_received: dict[int, int] = {}
 
     def rank(self) -> int:
-        return self._place
+        return self._member
 
     def size(self) -> int:
         return len(self.ranks)
@@ -206,7 +206,7 @@ class InProcessGroup(dist.ProcessGroup):
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:  # type: ignore[override]
         (tensor,) = tensors
         source = opts.rootRank
-        given = tensor.detach().clone() if self._place == source else None
+        given = tensor.detach().clone() if self._member == source else None
         found = self._meet(f"a broadcast of {_shape(tensor)} from rank {self.ranks[source]}", given)[source]
         tensor.detach().copy_(found)
         return _Work()
@@ -214,10 +214,10 @@ class InProcessGroup(dist.ProcessGroup):
     def allgather(  # type: ignore[override]
         self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None
     ) -> dist.Work:
-        (places,), (tensor,) = outputs, inputs
+        (copies,), (tensor,) = outputs, inputs
         parts = self._meet(f"an all-gather of {_shape(tensor)}", tensor.detach().clone())
-        for place, part in zip(places, parts, strict=True):
-            place.copy_(part)
+        for copy, part in zip(copies, parts, strict=True):
+            copy.copy_(part)
         return _Work()
 
     def all_gather_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> dist.Work:
@@ -227,7 +227,7 @@ class InProcessGroup(dist.ProcessGroup):
 
     def reduce_scatter_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> dist.Work:
         parts = self._meet(f"a reduce-scatter of {_shape(tensor)}", tensor.detach().clone())
-        output.copy_(torch.stack(parts).sum(0).chunk(self.size())[self._place])
+        output.copy_(torch.stack(parts).sum(0).chunk(self.size())[self._member])
         return _Work()
 
     # What torch before 2.13 calls the two.
@@ -241,13 +241,13 @@ class InProcessGroup(dist.ProcessGroup):
     def send(self, tensors: list[Tensor], dst: int, tag: int = 0) -> dist.Work:
         (tensor,) = tensors
         number = self._num_sent[dst] = self._num_sent.get(dst, -1) + 1
-        self._messages(self._place, dst)[number] = tensor.detach().clone()
+        self._messages(self._member, dst)[number] = tensor.detach().clone()
         return _Work()
 
     def recv(self, tensors: list[Tensor], src: int, tag: int = 0) -> dist.Work:
         (tensor,) = tensors
         number = self._num_received[src] = self._num_received.get(src, -1) + 1
-        messages = self._messages(src, self._place)
+        messages = self._messages(src, self._member)
 
         def receive() -> None:
             what = f"message {number} of rank {self.ranks[src]}, {_shape(tensor)}"
@@ -269,14 +269,14 @@ class InProcessGroup(dist.ProcessGroup):
                 f"ranks of the {self._name} group {list(self.ranks)} call different collectives, and would hang or mix "
                 f"up values: rank {first} {meeting.kind}, rank {self._rank} {kind}"
             )
-        meeting.given[self._place] = mine
+        meeting.given[self._member] = mine
         self._world.wait(
             self._rank, lambda: len(meeting.given) == self.size(), f"{kind} over the {self._name} group {self.ranks}"
         )
         meeting.taken += 1
         if meeting.taken == self.size():
             del self._meetings.collectives[number]
-        return [meeting.given[place] for place in range(self.size())]
+        return [meeting.given[member] for member in range(self.size())]
 
 
 class _Work(dist.Work):

@@ -22,10 +22,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from lightning_ptdp.comm.in_process import place_in
+from lightning_ptdp.comm.in_process import rank_in
 from lightning_ptdp.comm.scatter_gather import ScatterGather
 
-Key = tuple[str, Hashable]
+MessageKey = tuple[str, Hashable]
 """What a message is: words that name its cut and direction, and what stands for the shapes of the microbatch."""
 
 # Messages that a rank keeps because they may not have left. Gloo knows that of a send only once it has been waited for;
@@ -80,11 +80,11 @@ class Messenger:
             scatter_gather: lets tensor peers send what they hold alike in parts, one each; None sends everything whole.
         """
         self._group, self._device, self._scatter_gather = group, device, scatter_gather
-        self._sent: dict[Key, Envelope] = {}
-        self._received: dict[Key, Envelope] = {}
+        self._sent: dict[MessageKey, Envelope] = {}
+        self._received: dict[MessageKey, Envelope] = {}
         self._in_flight: deque[tuple[list[dist.Work], list[Tensor]]] = deque()
 
-    def send(self, tensors: tuple[Tensor, ...], destination: int, key: Key, extra: Any = None) -> None:
+    def send(self, tensors: tuple[Tensor, ...], destination: int, key: MessageKey, extra: Any = None) -> None:
         """Start to send; the tensors are kept until they are gone, those of a few messages at most.
 
         Args:
@@ -108,31 +108,31 @@ class Messenger:
                 f"{envelope.tensors}; a pipeline needs activations whose shapes follow from the input's: pad them"
             )
         self._settle(_MAX_IN_FLIGHT - 1)
-        place, works, leaving = place_in(self._group, destination), [], []
+        peer, works, leaving = rank_in(self._group, destination), [], []
         for tensor, is_part in zip(tensors, envelope.in_parts, strict=True):
             content = tensor.contiguous()
             if is_part and self._scatter_gather is not None:
                 content = self._scatter_gather.part(content, key[0])
-            work = dist.isend(content, group_dst=place, group=self._group)
+            work = dist.isend(content, group_dst=peer, group=self._group)
             assert work is not None, "this rank is in the pipeline's group"
             works.append(work)
             leaving.append(content)
         self._in_flight.append((works, leaving))
 
-    def receive(self, source: int, key: Key) -> Arriving:
+    def receive(self, source: int, key: MessageKey) -> Arriving:
         """Post the receive that meets the `send` under the same key."""
         envelope = self._received.get(key)
         if envelope is None:
             envelope = self._receive_object(source)
             assert isinstance(envelope, Envelope), "both ranks of a pair issue their messages in the same order"
             self._received[key] = envelope
-        tensors, works, place = [], [], place_in(self._group, source)
+        tensors, works, peer = [], [], rank_in(self._group, source)
         for (shape, dtype), is_part in zip(envelope.tensors, envelope.in_parts, strict=True):
             if is_part and self._scatter_gather is not None:
                 tensor = self._scatter_gather.like_part(shape, dtype, self._device)
             else:
                 tensor = torch.empty(shape, dtype=dtype, device=self._device)
-            work = dist.irecv(tensor, group_src=place, group=self._group)
+            work = dist.irecv(tensor, group_src=peer, group=self._group)
             assert work is not None, "this rank is in the pipeline's group"
             tensors.append(tensor)
             works.append(work)
@@ -151,7 +151,7 @@ class Messenger:
         """Send a picklable object from the host: its length ahead, then its bytes."""
         content = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         for tensor in (torch.tensor([len(content)]), content):
-            dist.send(tensor, group_dst=place_in(self._group, destination), group=self._group)
+            dist.send(tensor, group_dst=rank_in(self._group, destination), group=self._group)
 
     def _receive_object(self, source: int) -> Any:
         (length,) = self._receive_on_host(torch.empty(1, dtype=torch.int64), source).tolist()
@@ -161,7 +161,7 @@ class Messenger:
             return pickle.loads(content)
 
     def _receive_on_host(self, tensor: Tensor, source: int) -> Tensor:
-        work = dist.irecv(tensor, group_src=place_in(self._group, source), group=self._group)
+        work = dist.irecv(tensor, group_src=rank_in(self._group, source), group=self._group)
         assert work is not None, "this rank is in the pipeline's group"
         work.wait()
         return tensor

@@ -53,11 +53,11 @@ class FileCorpus(Corpus):
     def __init__(self, name: str, paths: Sequence[Path], *, max_documents: int | None = None) -> None:
         found = _inspect_all(paths)
         rejected = [file for file in found if isinstance(file, Rejected)]
-        whole = [file for file in found if isinstance(file, TextFile) and file.num_bytes > 0]
-        _report(name, found, rejected, whole)
-        whole.sort(key=_order)
+        kept = [file for file in found if isinstance(file, TextFile) and file.num_bytes > 0]
+        _report(name, found, rejected, kept)
+        kept.sort(key=_order)
         self._name = name
-        self._files = tuple(whole[:max_documents])
+        self._files = tuple(kept[:max_documents])
         log.info(
             "corpus: %s, %d documents, %s", name, len(self._files), mib(sum(file.num_bytes for file in self._files))
         )
@@ -67,10 +67,10 @@ class FileCorpus(Corpus):
         return self._name
 
     def content_digest(self) -> str:
-        whole = blake2b(digest_size=32)
+        total = blake2b(digest_size=32)
         for file in self._files:
-            whole.update(file.digest)
-        return whole.hexdigest()
+            total.update(file.digest)
+        return total.hexdigest()
 
     def documents(self) -> Documents:
         rows = {"path": [str(file.path) for file in self._files], "digest": [file.digest for file in self._files]}
@@ -159,10 +159,10 @@ def _inspect(path: Path) -> TextFile | Rejected:
     return TextFile(path, len(content), digest(content))
 
 
-def _report(name: str, found: Sequence[object], rejected: Sequence[Rejected], whole: Sequence[TextFile]) -> None:
+def _report(name: str, found: Sequence[object], rejected: Sequence[Rejected], kept: Sequence[TextFile]) -> None:
     reasons = first_few([f"{file.path} ({file.reason})" for file in rejected], 3)
-    num_empty = len(found) - len(rejected) - len(whole)
-    if not whole:
+    num_empty = len(found) - len(rejected) - len(kept)
+    if not kept:
         raise ValueError(
             f"a corpus needs at least one file with UTF-8 text; of the {len(found)} of {name}, {num_empty} are empty "
             f"and {len(rejected)} cannot be read" + (f": {reasons}" if reasons else "")

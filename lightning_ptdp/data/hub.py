@@ -41,12 +41,12 @@ class DatasetCorpus(Corpus):
         return self._name
 
     def content_digest(self) -> str:
-        whole = blake2b(digest_size=32)
+        total = blake2b(digest_size=32)
         for batch in self._rows.iter(batch_size=_ROWS_AT_ONCE):
             contents = [text.encode() for text in read_column(batch, column=self._column)]
-            whole.update(repr([len(content) for content in contents]).encode())
-            whole.update(b"".join(contents))
-        return whole.hexdigest()
+            total.update(repr([len(content) for content in contents]).encode())
+            total.update(b"".join(contents))
+        return total.hexdigest()
 
     def documents(self) -> Documents:
         facts = self._rows.map(

@@ -1,7 +1,12 @@
-"""Batch normalization over the samples of all replicas, on any device: the statistics of one process.
+"""Batch normalization over the samples of all replicas, on any device: the statistics that one process would compute.
 
-Each replica's means and sums of squared deviations are gathered and merged (Chan et al. 1983). Their gradients are
-summed back, so that a sample's gradient counts what it does to the other replicas' outputs.
+    replica 0  x -> mean, squares, count --+                      +-> normalize x of replica 0
+                                           +-> merge, on each ----+
+    replica 1  x -> mean, squares, count --+                      +-> normalize x of replica 1
+
+Each replica computes the mean and the sum of squared deviations of its own samples; all are gathered, and merged by the
+formula of Chan et al. (1983). A sample moves the merged statistics, and so the outputs of all replicas: in backward the
+gradients of the statistics are summed over the replicas, which gives each sample its full gradient.
 """
 
 from __future__ import annotations
@@ -19,12 +24,16 @@ from lightning_ptdp.own_class import put_on
 
 
 def synchronize(module: nn.Module, group: ProcessGroup, *, all_of_them: bool) -> Callable[[], None] | None:
-    """Let batch norms of a module train on the statistics of all ranks of the group.
+    """Let batch norms of a module train on the statistics of all ranks of a group.
 
-    all_of_them: False takes those only that the user made `nn.SyncBatchNorm`, whose own way asks for GPUs and the
-    whole world.
+    Args:
+        module: whose batch norms are meant.
+        group: the replicas.
+        all_of_them: whether all batch norms do. If not, those do that the user made `nn.SyncBatchNorm`, whose own
+            forward takes GPUs only, and statistics over all ranks of the run.
 
-    Returns what gives the modules their own classes back; None where there is nothing to do.
+    Returns:
+        A function that gives the modules their own forward back; None if no batch norm is changed.
     """
     chosen = BatchNorm if all_of_them and group.size() > 1 else nn.SyncBatchNorm
     found = [child for child in module.modules() if isinstance(child, chosen)]
@@ -40,7 +49,7 @@ def synchronize(module: nn.Module, group: ProcessGroup, *, all_of_them: bool) ->
 
 
 def _swap(module: nn.Module, group: ProcessGroup) -> Callable[[], None]:
-    """Let a batch norm train on the statistics of the group; returns what undoes it."""
+    """Let a batch norm train on the statistics of the group; returns a function that undoes it."""
     base = type(module)
 
     def forward(self: Any, x: Tensor) -> Tensor:
@@ -51,7 +60,16 @@ def _swap(module: nn.Module, group: ProcessGroup) -> Callable[[], None]:
 
 
 def _normalize(norm: BatchNorm, x: Tensor, group: ProcessGroup) -> Tensor:
-    """x: [b, c, ...]. Normalized over every dim but the second, over all replicas."""
+    """Normalize over all dims but the second and over all replicas, and move the running statistics.
+
+    Args:
+        norm: has weights, running statistics and eps, as `nn.BatchNorm2d` does.
+        x: [b, c, ...], this replica's samples.
+        group: the replicas, d of them.
+
+    Returns:
+        x's shape and dtype.
+    """
     mean, variance, count = _statistics(x, group)
     if norm.running_mean is not None and norm.running_var is not None:
         assert norm.num_batches_tracked is not None, "tracked together"
@@ -70,7 +88,10 @@ def _normalize(norm: BatchNorm, x: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def _statistics(x: Tensor, group: ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean and biased variance, [c] each, and the number of values behind each, over all replicas; float32 or wider."""
+    """Mean and biased variance over all replicas, [c] each, and the number of values of a channel, [1].
+
+    All are float32 or wider.
+    """
     x = x.to(torch.promote_types(x.dtype, torch.float32))
     dims, c = [0, *range(2, x.ndim)], x.shape[1]
     count = torch.full((1,), x.numel() // c, dtype=x.dtype, device=x.device)

@@ -28,10 +28,17 @@ _ALIGNMENT = 32  # elements; keeps every view on a boundary of 128 bytes
 
 
 class _Buffer:
-    """The gradients of parameters of one dtype and the same owners."""
+    """The gradients of parameters of one dtype that the same pipeline ranks own.
+
+    touched: for each parameter, whether it got a gradient.
+    """
 
     def __init__(self, parameters: Sequence[nn.Parameter], replicas: int) -> None:
-        """replicas: that own equal slices of it."""
+        """
+        Args:
+            parameters: in the order in which their gradients lie.
+            replicas: number of equal slices that the gradients must divide into.
+        """
         self.parameters = tuple(parameters)
         offsets, end = [], 0
         for parameter in parameters:
@@ -48,7 +55,7 @@ class _Buffer:
         self.touched = [False] * len(parameters)
 
     def settle(self, factor: float) -> None:
-        """Clear what got no gradient, set the flags, and multiply once."""
+        """Make a batch's gradients ready to be summed: clear what got none, multiply all, and set the flags."""
         for view, touched in zip(self.views, self.touched, strict=True):
             if not touched:
                 view.zero_()
@@ -62,7 +69,7 @@ class _Buffer:
         self.touched = [a or b for a, b in zip(self.touched, other.touched, strict=True)]
 
     def agree(self) -> None:
-        """After the reduction, take over which parameters other replicas touched."""
+        """Read off the summed flags which parameters got a gradient on any replica."""
         if not all(self.touched):
             self.touched = [flag > 0 for flag in self.flags.tolist()]
 
@@ -76,10 +83,12 @@ class GradientBuffers:
         owners: Mapping[nn.Parameter, frozenset[int]] = MappingProxyType({}),
         replicas: int = 1,
     ) -> None:
-        """parameters: each once, in an order that all replicas share.
-
-        owners: pipeline ranks of those that several own; they lie apart, in the same places on each owner.
-        replicas: that own equal slices of what is reduced, where gradients are reduced by `reduce_to_slices`.
+        """
+        Args:
+            parameters: each once, in an order that is the same on all replicas.
+            owners: the pipeline ranks of each parameter that several of them own. Such parameters lie in buffers of
+                their own, at the same offsets on each owner.
+            replicas: d, if gradients are reduced by `reduce_to_slices`: buffers are padded so that it divides them.
         """
         self._replicas = replicas
         self._parameters: tuple[nn.Parameter, ...] = ()
@@ -88,7 +97,8 @@ class GradientBuffers:
         self._where: dict[nn.Parameter, tuple[_Buffer, int]] = {}
         self._is_collecting = False
         self.on_nonfinite: Callable[[nn.Parameter], None] | None = None
-        """Called with a parameter whose gradient has just become infinite or NaN; to look costs a pass a microbatch."""
+        """Called with a parameter whose gradient has just become infinite or NaN. To look for one takes a pass over
+        each gradient of each microbatch, so None, the default, does not look."""
         self._handles: list[RemovableHandle] = []
         self.extend(parameters, owners)
 
@@ -97,7 +107,12 @@ class GradientBuffers:
         parameters: Sequence[nn.Parameter],
         owners: Mapping[nn.Parameter, frozenset[int]] = MappingProxyType({}),
     ) -> None:
-        """Take in more parameters, between two accumulation windows; the others stay where they are."""
+        """Take in more parameters, between two accumulation windows; the other gradients stay where they are.
+
+        Args:
+            parameters: to be added, with the same order on all replicas.
+            owners: as when the buffers were made.
+        """
         self._parameters += tuple(parameters)
         self._fresh += self._make(parameters, owners)
         self._summed = self._fresh
@@ -114,7 +129,10 @@ class GradientBuffers:
 
     @contextmanager
     def collect(self) -> Iterator[None]:
-        """Within, gradients go into the buffers, which start empty; afterwards no parameter has a ``.grad``."""
+        """Gather the gradients of a batch: within the context they go into the buffers, which start empty.
+
+        Afterwards no parameter has a ``.grad``.
+        """
         for buffer in self._fresh:
             buffer.touched = [False] * len(buffer.parameters)
         self._clear()
@@ -126,14 +144,17 @@ class GradientBuffers:
             self._clear()
 
     def forget_batch(self) -> None:
-        """Drop the gradients of the batch, as if nothing had given any."""
+        """Drop the gradients of the batch, as if it had given none."""
         for buffer in self._fresh:
             buffer.touched = [False] * len(buffer.parameters)
 
     def finish_batch(self, factor: float, *, is_first: bool, is_only: bool) -> None:
-        """Multiply the batch's gradients by `factor` and add them to those of its accumulation window.
+        """Multiply the batch's gradients by a factor, and add them to those of its accumulation window.
 
-        is_first: the batch is the first of its window. is_only: the window has no other.
+        Args:
+            factor: what the gradients are multiplied by.
+            is_first: whether the batch is the first of its window.
+            is_only: whether the window has no other batch.
         """
         for buffer in self._fresh:
             buffer.settle(factor)
@@ -163,7 +184,11 @@ class GradientBuffers:
                 buffer.agree()
 
     def layout(self, parameters: Sequence[nn.Parameter]) -> list[tuple[tuple[nn.Parameter, ...], tuple[int, ...], int]]:
-        """Of each buffer of these: its parameters, where each begins, and the length, which the replicas divide."""
+        """Describe the buffers that hold these parameters and no others.
+
+        Returns:
+            For each its parameters, their offsets in elements, and its length, which the replicas divide.
+        """
         asked = set(parameters)
         found = [buffer for buffer in self._fresh if asked.issuperset(buffer.parameters)]
         return [(buffer.parameters, buffer.offsets, len(buffer.gradients)) for buffer in found]
@@ -174,34 +199,32 @@ class GradientBuffers:
         return sum(buffer.flat.nbytes for buffer in self._fresh)
 
     def is_finite(self) -> bool:
-        """Whether every gradient is finite, of this rank's."""
+        """Whether every summed gradient of this rank is finite."""
         return all(bool(buffer.gradients.sum().isfinite()) for buffer in self._summed)
 
     def sum_over(self, parameters: Sequence[nn.Parameter], group: ProcessGroup) -> None:
         """Sum the gradients of some parameters over a group whose ranks hold them whole, in one all-reduce."""
-        places = [self._place(parameter) for parameter in parameters if parameter in self]
-        if not places or group.size() == 1:
+        found = [self._find(parameter) for parameter in parameters if parameter in self]
+        if not found or group.size() == 1:
             return
-        flat = torch.cat([buffer.views[i].reshape(-1) for buffer, i in places])
+        flat = torch.cat([buffer.views[i].reshape(-1) for buffer, i in found])
         all_reduce_(flat, group)
-        for (buffer, i), part in zip(
-            places, flat.split([buffer.views[i].numel() for buffer, i in places]), strict=True
-        ):
+        for (buffer, i), part in zip(found, flat.split([buffer.views[i].numel() for buffer, i in found]), strict=True):
             buffer.views[i].copy_(part.view(buffer.views[i].shape))
 
     def gradient(self, parameter: nn.Parameter) -> Tensor | None:
         """The summed gradient of a parameter, in the buffer's dtype; None where no replica gave it any."""
-        buffer, i = self._place(parameter)
+        buffer, i = self._find(parameter)
         return buffer.views[i] if buffer.touched[i] else None
 
     def view(self, parameter: nn.Parameter) -> Tensor:
-        """The place of a parameter's summed gradient, zero where it has none."""
-        buffer, i = self._place(parameter)
+        """The memory of a parameter's summed gradient, zero if it has none."""
+        buffer, i = self._find(parameter)
         return buffer.views[i]
 
     def mark(self, parameter: nn.Parameter, touched: bool) -> None:
-        """Say whether a parameter has a gradient, after it was summed with that of other stages."""
-        buffer, i = self._place(parameter)
+        """Set whether a parameter has a gradient, once it is summed over the pipeline ranks that own it."""
+        buffer, i = self._find(parameter)
         buffer.touched[i] = touched
 
     def release(self) -> None:
@@ -213,7 +236,7 @@ class GradientBuffers:
     def _make(
         self, parameters: Sequence[nn.Parameter], owners: Mapping[nn.Parameter, frozenset[int]]
     ) -> tuple[_Buffer, ...]:
-        """A buffer for each dtype and set of owners."""
+        """Make a buffer for each dtype and set of owners."""
         by_kind: dict[object, list[nn.Parameter]] = {}
         for parameter in parameters:
             by_kind.setdefault((parameter.dtype, owners.get(parameter)), []).append(parameter)
@@ -222,7 +245,8 @@ class GradientBuffers:
     def _like(self, buffers: Sequence[_Buffer]) -> tuple[_Buffer, ...]:
         return tuple(_Buffer(buffer.parameters, self._replicas) for buffer in buffers)
 
-    def _place(self, parameter: nn.Parameter) -> tuple[_Buffer, int]:
+    def _find(self, parameter: nn.Parameter) -> tuple[_Buffer, int]:
+        """The buffer of a parameter's summed gradient, and the parameter's number in it."""
         fresh, i = self._where[parameter]
         return self._summed[self._fresh.index(fresh)], i
 
@@ -234,7 +258,7 @@ class GradientBuffers:
             parameter.grad = None
 
     def _adopt(self, parameter: nn.Parameter) -> None:
-        """After autograd added to ``.grad``: move a new gradient into its place."""
+        """Move a gradient that autograd has put into ``.grad`` into its buffer; a hook, run after each addition."""
         if not self._is_collecting:
             return
         buffer, i = self._where[parameter]
@@ -253,6 +277,7 @@ class GradientBuffers:
         self._look(parameter, view)
 
     def _look(self, parameter: nn.Parameter, gradient: Tensor) -> None:
+        """Call `on_nonfinite` if a gradient is not finite."""
         if self.on_nonfinite is not None and not bool(gradient.isfinite().all()):
             self.on_nonfinite(parameter)
 

@@ -1,4 +1,4 @@
-"""The norm of all gradients over tensor, pipeline and data parallel ranks, each parameter counted once."""
+"""Clips gradients by their norm over all ranks that hold a part of the model, each parameter counted once."""
 
 from __future__ import annotations
 
@@ -13,12 +13,15 @@ from lightning_ptdp.kernels import sum_of_squares
 
 
 def total_norm(gradients: Iterable[Tensor], group: ProcessGroup, device: torch.device) -> Tensor:
-    """The 2-norm over the group.
+    """Compute the 2-norm of the gradients of the whole model.
 
-    gradients: those that this rank counts: its shards, and what it is the one of several owners to count.
-    group: the ranks that hold the model once (t * p).
+    Args:
+        gradients: those that this rank counts. Of a parameter that several ranks hold alike, one rank counts it.
+        group: the ranks that hold the model once, t * p of them; t * p * d if replicas hold slices of gradients.
+        device: where the result is.
 
-    Returns a scalar in float64, in float32 where the device has no other; the same on every rank.
+    Returns:
+        A scalar in float64, or in float32 on a device without float64; the same on every rank of the group.
     """
     counted = list(gradients)
     wide = torch.float64 if device.type != "mps" else torch.float32

@@ -1,8 +1,9 @@
-"""Gradients of manual optimization: the user's own backwards, each made one of all ranks when it ends.
+"""Gradients of manual optimization: the user runs backwards, and ranks agree on the gradients after each.
 
-a backward     adds to ``.grad``; where a weight is used on each tensor peer's own part, peers are summed at once
-`settle`       averages over the replicas what was added since
-`check`        before an optimizer steps: nothing may be left that only this replica has
+a backward     adds to ``.grad``; if a weight is used on each tensor peer's own part of activations, its gradient is
+               summed over the peers at once
+`settle`       averages over the replicas what was added since the last call
+`check`        refuses a step of an optimizer if gradients are left that were not averaged
 """
 
 from __future__ import annotations
@@ -17,12 +18,18 @@ from lightning_ptdp.comm.collectives import average_gradients, summed_copy
 
 
 class ManualGradients:
-    """Follows the backwards that a user's step runs by itself."""
+    """Follows the backwards that a user's step runs by itself, by hooks on the parameters."""
 
     def __init__(
         self, names: Mapping[nn.Parameter, str], summed: Iterable[str], *, tensor: ProcessGroup, data: ProcessGroup
     ) -> None:
-        """names: of the rank's parameters, in an order that replicas share. summed: those to sum over tensor peers."""
+        """
+        Args:
+            names: of the rank's parameters, in an order that is the same on all replicas.
+            summed: names of those whose gradients are summed over tensor peers.
+            tensor: the tensor peers.
+            data: the replicas.
+        """
         self._names, self._data = names, data
         self._unsettled: set[nn.Parameter] = set()
         self._handles = []
@@ -36,15 +43,15 @@ class ManualGradients:
             parameter.requires_grad_(was)
 
     def settle(self) -> None:
-        """Average over the replicas; where only some have a gradient, the others count as zero."""
+        """Average new gradients over the replicas; one that has none counts as zero if another has one."""
         average_gradients(self._names, self._unsettled, self._data)
         self._unsettled.clear()
 
     def check(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Refuse to step with gradients of one replica.
+        """Refuse to step parameters with gradients of one replica alone.
 
         Raises:
-            RuntimeError: a backward among these parameters' was not averaged.
+            RuntimeError: a gradient of these parameters was not averaged.
         """
         left = [self._names[p] for p in parameters if p in self._unsettled and p.grad is not None]
         if left:

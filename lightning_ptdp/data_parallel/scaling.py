@@ -1,7 +1,6 @@
-"""Finds hooks that scale gradients by a number of one rank.
+"""Finds user hooks that scale the gradients of one model by different numbers on different ranks.
 
-``torch.nn.utils.clip_grad_norm_`` does: it knows the norm of the rank's part alone, and the parts of one model must be
-scaled alike.
+``torch.nn.utils.clip_grad_norm_`` does that: it divides by the norm of this rank's part of the model alone.
 """
 
 from __future__ import annotations
@@ -15,12 +14,12 @@ from torch.distributed import ProcessGroup
 
 from lightning_ptdp.comm.collectives import all_gather_dim
 
-_ELEMENTS = 8  # of each gradient, that are remembered
+_ELEMENTS = 8  # of each gradient so many are remembered
 _TOLERANCE = 1e-2  # relative; coarse enough for elements in 16 bits
 
 
 class GradientSample:
-    """A few elements of each gradient, as they were at one moment."""
+    """A few elements of each gradient, as they were when the sample was taken."""
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         self._parameters = [p for p in parameters if p.grad is not None]
@@ -31,9 +30,11 @@ class GradientSample:
         return torch.cat(parts) if parts else torch.zeros(0)
 
     def factor(self) -> float:
-        """What all elements were multiplied by since; NaN if not by one number, or if that cannot be told.
+        """Tell what all elements were multiplied by since.
 
-        It cannot where all have one magnitude: clipping by value looks the same.
+        Returns:
+            The factor. NaN if it is not one number for all; or if all elements had one magnitude, for then clipping by
+            value would look like scaling.
         """
         now = self._now()
         if len(now) != len(self._before):
@@ -44,7 +45,7 @@ class GradientSample:
 
 
 def _are_near(values: Tensor) -> bool:
-    """Whether no two differ by more than the tolerance."""
+    """Whether no two values differ by more than the tolerance, relative to the largest."""
     if not len(values):
         return True
     low, high = values.aminmax()
@@ -52,9 +53,14 @@ def _are_near(values: Tensor) -> bool:
 
 
 def check_scaled_alike(sample: GradientSample, group: ProcessGroup, ranks: Sequence[int]) -> None:
-    """Raise on every rank of the group unless gradients were scaled alike since the sample, or edited by element.
+    """Raise on every rank of a group if its ranks scaled their gradients by different numbers.
 
-    group: the ranks that hold the model once. ranks: their global numbers.
+    Gradients that were edited in another way, element by element, pass.
+
+    Args:
+        sample: of this rank's gradients, before hooks could change them.
+        group: the ranks that hold the model once, each a part.
+        ranks: their global numbers.
 
     Raises:
         ValueError: each rank scaled its own part by one number, and these differ.

@@ -1,6 +1,7 @@
-"""Parameters that several pipeline ranks own: tied embeddings, and modules named in ``shared=``.
+"""Sums the gradients of parameters that several pipeline ranks own: tied embeddings, and modules in ``shared=``.
 
-Each owner has its part of the gradient; all owners need the sum.
+Each owner uses the parameter in its own stages, and so has a part of its gradient. All owners step it, so that all need
+the sum of these parts.
 """
 
 from __future__ import annotations
@@ -22,8 +23,11 @@ from lightning_ptdp.data_parallel.buckets import GradientBuffers
 class SharedParameter:
     """A parameter with several owners, as one rank of the pipeline sees it.
 
-    parameter: None on a rank that does not own it. owners: pipeline ranks.
-    shape, dtype: of this rank's shard, and of the gradient's accumulation.
+    Attributes:
+        parameter: None on a rank that does not own it.
+        owners: numbers of the pipeline ranks that own it.
+        shape: of the shard that this rank holds, or would hold.
+        dtype: in which the gradient is accumulated.
     """
 
     parameter: nn.Parameter | None
@@ -36,21 +40,29 @@ class SharedGradients:
     """Sums gradients over the pipeline ranks that own a parameter: one all-reduce for each set of owners."""
 
     def __init__(self, members: Sequence[SharedParameter], groups: Groups, device: torch.device) -> None:
-        """members: in an order that all ranks of a pipeline share."""
+        """
+        Args:
+            members: all such parameters of the pipeline, in the same order on all its ranks.
+            groups: of this rank.
+            device: where gradients are.
+        """
         ends = {0, groups.topology.pipeline_parallel_size - 1}
         self._device, self._ends, self._pipeline = device, groups.ends, groups.pipeline
         self._at_ends = [member for member in members if member.owners == ends]
         self._elsewhere = [member for member in members if member.owners != ends]
 
     def reduce(self, buffers: GradientBuffers) -> None:
-        """Replace each shared gradient by its sum over the owners."""
+        """Replace each gradient of these parameters by its sum over the owners; every rank of a pipeline calls it."""
         if self._at_ends and self._ends is not None:
             self._reduce(self._at_ends, self._ends, buffers)
         if self._elsewhere:
             self._reduce(self._elsewhere, self._pipeline, buffers)
 
     def _reduce(self, members: list[SharedParameter], group: ProcessGroup, buffers: GradientBuffers) -> None:
-        """Sum over the group; a rank without a gradient adds zeros, and flags at the end say who had one."""
+        """Sum over a group that all owners are in; a rank without a gradient adds zeros.
+
+        A flag a parameter, at the end of what is summed, counts the ranks that had a gradient.
+        """
         mine = [m.parameter if m.parameter in buffers else None for m in members]
         views = [None if p is None else buffers.view(p) for p in mine]
         touched = [p is not None and buffers.gradient(p) is not None for p in mine]

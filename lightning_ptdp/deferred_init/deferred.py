@@ -21,14 +21,19 @@ _HOST = torch.device("cpu")
 
 
 class DeferredInit:
-    """The values that a module's `configure_model` would have given it.
+    """Knows the values that a module's `configure_model` would have given it, and computes them on demand.
 
-    Build the module within `recording`: its tensors are on the meta device. Then `make_hollow` puts NaN in the place of
-    parameters; ask for the value of those that are cut, one by one, by `take`; and `fill` the rest of what is owned.
+    Build the module within `recording`: its tensors are then on the meta device. Next, `make_hollow` fills all
+    parameters with NaN. Then ask `take` for the value of each parameter that is cut, and let `fill` give the other
+    tensors that this rank owns their values.
     """
 
     def __init__(self, module: nn.Module, seed: int) -> None:
-        """module: before `configure_model`. seed: of the run, the same on every rank."""
+        """
+        Args:
+            module: the user's, before its `configure_model` has run.
+            seed: of the run, the same on every rank.
+        """
         self._log = Log()
         self._recorder = Recorder(self._log, seed)
         self._earlier = list(_tensors(module).values())
@@ -37,7 +42,7 @@ class DeferredInit:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Within, operations on new tensors are put off."""
+        """Put off operations on new tensors while the context lasts; `configure_model` runs within it."""
         try:
             with self._recorder, illusion(self._recorder):
                 yield
@@ -51,11 +56,11 @@ class DeferredInit:
 
     @property
     def digest(self) -> str:
-        """The same where the same operations were recorded."""
+        """A hash of the recorded operations, to compare with other ranks."""
         return self._log.digest
 
     def faults(self, module: nn.Module) -> list[str]:
-        """What is wrong with a module that `configure_model` has built, a sentence each."""
+        """Find what is wrong with a module that `configure_model` has built; returns a sentence for each fault."""
         tensors = _tensors(module)
         if not any(self._log.knows(tensor) for tensor in tensors.values()):
             return [
@@ -70,11 +75,11 @@ class DeferredInit:
                 "values; build them in configure_model, without a device"
             )
         earlier = {id(tensor) for tensor in self._earlier}
-        whole = {name: t for name, t in tensors.items() if not t.is_meta and id(t) not in earlier}
-        size = sum(tensor.untyped_storage().nbytes() for tensor in whole.values())
+        held = {name: t for name, t in tensors.items() if not t.is_meta and id(t) not in earlier}
+        size = sum(tensor.untyped_storage().nbytes() for tensor in held.values())
         if size > LIMIT_BYTES:
             faults.append(
-                f"configure_model gave {_listed(list(whole))} values that no operation of torch made (loaded weights, "
+                f"configure_model gave {_listed(list(held))} values that no operation of torch made (loaded weights, "
                 f"numpy arrays), {size >> 20} MiB that every rank holds whole, and init='by_operation' allows "
                 f"{LIMIT_BYTES >> 20} MiB; load weights by fit(ckpt_path=...), which reads what a rank owns, or use "
                 "init='plain'"
@@ -82,14 +87,14 @@ class DeferredInit:
         return faults
 
     def make_hollow(self, module: nn.Module) -> None:
-        """Put NaN without memory in the place of the parameters, which stay the same objects."""
+        """Fill the parameters with NaN that takes no memory; they stay the same objects."""
         for parameter in module.parameters():
             if self._log.knows(parameter):
                 self._waiting[parameter] = region_of(parameter)
                 _make_hollow(parameter)
 
     def abandon(self, module: nn.Module) -> None:
-        """Leave a module that is not to get its values in a state in which it can be moved."""
+        """Fill what is on the meta device with NaN, for a module that will not get its values but is moved yet."""
         for parameter in module.parameters():
             if parameter.is_meta:
                 _make_hollow(parameter)
@@ -99,20 +104,22 @@ class DeferredInit:
                     buffers_of(child)[name] = nan_like(buffer, _HOST)
 
     def take(self, parameter: nn.Parameter) -> Tensor:
-        """A parameter's whole value, in memory of its own; of one that waits for none, the value that it has."""
+        """Compute the whole value of a parameter, in memory of its own; if it has a value already, return that."""
         region = self._waiting.pop(parameter, None)
         return parameter.data if region is None else self._log.value(region)
 
     def fill(self, module: nn.Module, owns: Callable[[str], bool]) -> None:
-        """Give all tensors of the tree their values, except those that `take` has handed out.
+        """Give all tensors of a module their values, except those that `take` has handed out.
 
-        module: with the parameters that are owned. owns: of full names, for tensors that are ordinary attributes.
+        Args:
+            module: has this rank's parameters and buffers.
+            owns: tells of a full name whether this rank needs the tensor; asked for tensors in ordinary attributes.
         """
         for parameter in module.parameters():
             region = self._waiting.pop(parameter, None)
             if region is not None:
                 parameter.data = self._shared(region)
-        done: dict[int, tuple[Tensor, Tensor]] = {}  # with the former tensor, so that no identity is used again
+        done: dict[int, tuple[Tensor, Tensor]] = {}  # holds the former tensor, so that no other gets its identity
 
         def filled(tensor: Tensor) -> Tensor:
             if not self._log.knows(tensor):
@@ -132,19 +139,20 @@ class DeferredInit:
         self._waiting.clear()
 
     def _shared(self, region: StorageRegion) -> Tensor:
-        """A region of a storage that all of its regions share."""
+        """The value of a region, in a storage that is computed once for all of its regions: views stay views."""
         if region.storage not in self._storages:
             self._storages[region.storage] = self._log.value(region).untyped_storage()
         return region.on(self._storages[region.storage])
 
     def _holds_deferred(self, value: Any) -> bool:
+        """Whether an attribute is or contains a tensor whose values were put off."""
         if not isinstance(value, Tensor | list | tuple | dict):
             return False
         return any(isinstance(leaf, Tensor) and self._log.knows(leaf) for leaf in pytree.tree_leaves(value))
 
 
 def _make_hollow(parameter: nn.Parameter) -> None:
-    """Put NaN without memory in the place of a parameter on another device."""
+    """Fill a parameter on the meta device with NaN on the host that takes no memory; it stays the same object."""
     hollow = nn.Parameter(nan_like(parameter, _HOST), parameter.requires_grad)
     hollow.__class__ = type(parameter)
     hollow.__dict__.update(parameter.__dict__)

@@ -1,4 +1,4 @@
-"""Lets code that builds a module see tensors without values as what they would be: tensors with values, on the host.
+"""Makes tensors without values look to code that builds a module like what they would be: tensors on the host.
 
 Code asks, and acts on the answer: `torch.nn.init.orthogonal_` does nothing where `tensor.is_meta`, and
 `torch.tensor([1.0], device=weight.device)` would lose its number on the meta device.
@@ -22,22 +22,26 @@ _META, _HOST = torch.device("meta"), torch.device("cpu")
 _ANSWERS = {
     getattr(Tensor, name).__get__: value for name, value in (("is_meta", False), ("is_cpu", True), ("device", _HOST))
 }
-_MAKERS = (torch.tensor, torch.as_tensor, torch.asarray, Tensor.new_tensor)  # of Python's values
+_MAKERS = (torch.tensor, torch.as_tensor, torch.asarray, Tensor.new_tensor)  # make tensors of Python's values
 _READERS = (Tensor.numpy, Tensor.__array__, Tensor.tolist)
 
 
 @contextmanager
 def illusion(recorder: Recorder) -> Iterator[None]:
-    """Within, tensors that the recorder put off seem to be on the host; reading one computes its values."""
+    """Make tensors that the recorder put off seem to be on the host; to read one computes its values."""
     with _truncated_normal_in_one(recorder), _Illusion(recorder):
         yield
 
 
 @contextmanager
 def _truncated_normal_in_one(recorder: Recorder) -> Iterator[None]:
-    """It draws again until nothing lies outside, and so would read the values of every weight on every rank."""
+    """Record `trunc_normal_` as one operation.
+
+    PyTorch's own draws again until no value lies outside the bounds. So it would read, and compute, the values of every
+    weight on every rank.
+    """
     function = getattr(torch.nn.init, TRUNCATED_NORMAL, None)
-    if function is None:  # of another torch, whose own is slow here, and right
+    if function is None:  # another version of torch: what it does is slow here, and right
         yield
         return
     setattr(torch.nn.init, TRUNCATED_NORMAL, partial(recorder.initialise, function))
@@ -48,6 +52,8 @@ def _truncated_normal_in_one(recorder: Recorder) -> Iterator[None]:
 
 
 class _Illusion(TorchFunctionMode):
+    """Answers, reads and makes tensors in the way that the head of this file says."""
+
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
         self._recorder = recorder

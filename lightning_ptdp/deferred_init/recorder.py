@@ -1,4 +1,4 @@
-"""The mode under which tensors are made without values, and what happens to them is logged."""
+"""The dispatch mode under which tensors are made without values, and what happens to them is logged."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lightning_ptdp.host.torch import OpOverload, TorchDispatchMode, pytree, sch
 from lightning_ptdp.random_streams import mix
 from lightning_ptdp.regions import edited
 
-LIMIT_BYTES = 64 << 20  # of values that come from elsewhere, which every rank must hold whole
+LIMIT_BYTES = 64 << 20  # at most, of values that come from elsewhere, since every rank must hold them whole
 
 _REMEDY = (
     "leave it out of configure_model (weights are loaded by fit(ckpt_path=...), which reads what a rank owns), or use "
@@ -23,21 +23,23 @@ _REMEDY = (
 )
 _META, _HOST = torch.device("meta"), torch.device("cpu")
 _ALLOCATIONS = {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"}
-# Former values don't matter where these write a whole storage.
+# If these write a whole storage, its former values don't matter.
 _OVERWRITING = {
     *("normal_", "uniform_", "random_", "exponential_", "log_normal_", "cauchy_", "geometric_", "bernoulli_"),
     *("zero_", "fill_", "copy_"),
 }
-# They change what a storage is.
+# These give a tensor another storage, or its storage another size.
 _REFUSED = {"set_", "resize_", "resize_as_"}
 
 
 class Recorder(TorchDispatchMode):
-    """Within, new tensors are on the meta device, and the log says what they would hold.
+    """A mode within which new tensors are on the meta device, and the log is told what they would hold.
 
-    Random operations draw from a stream of their own each, named by its ordinal in the run's seed. Tensors that hold
-    values (made before, or by torch.tensor from Python's numbers) keep them, and operations on them alone run at once;
-    so does what needs values to go on, such as `item`, on values computed for it.
+    Each random operation draws from a stream of its own, seeded by the run's seed and by its number among them.
+
+    Some operations run at once. Tensors that hold values (made before, or by torch.tensor from Python's numbers) keep
+    them, and operations on such tensors alone are not put off. An operation that needs values to go on, such as `item`,
+    runs on values that are computed for it.
     """
 
     def __init__(self, log: Log, seed: int) -> None:
@@ -45,7 +47,7 @@ class Recorder(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._log, self._seed = log, seed
         self._num_draws = 0
-        self.is_inside = False  # its own code runs, to which tensors are what they are
+        self.is_inside = False  # whether the recorder's own code runs, which sees tensors as they are
 
     def __torch_dispatch__(
         self, func: OpOverload[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -57,6 +59,7 @@ class Recorder(TorchDispatchMode):
 
     @contextmanager
     def _inside(self) -> Iterator[None]:
+        """Let operations within the context pass through, since they are the recorder's own."""
         self.is_inside = True
         try:
             yield
@@ -64,6 +67,12 @@ class Recorder(TorchDispatchMode):
             self.is_inside = False
 
     def _answer(self, func: OpOverload[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operation at once or put it off, and return what it returns.
+
+        Raises:
+            ValueError: it gives a tensor another storage, reads values that nobody knows, or draws from a generator
+                that the user made.
+        """
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         draws = torch.Tag.nondeterministic_seeded in func.tags
         setting = Setting(torch.get_default_dtype(), self._next_seed(str(func), kwargs) if draws else None)
@@ -82,7 +91,7 @@ class Recorder(TorchDispatchMode):
         return self._record(func, args, kwargs, setting, written)
 
     def value(self, tensor: Tensor) -> Tensor:
-        """A tensor's values, computed now where it holds none.
+        """Return a tensor's values, computed now if it holds none.
 
         Raises:
             ValueError: the log does not know them.
@@ -91,12 +100,15 @@ class Recorder(TorchDispatchMode):
             return self._value(tensor)
 
     def defers(self, tensor: Tensor) -> bool:
-        """Whether a tensor holds no values."""
+        """Whether a tensor holds no values, since what makes them is put off."""
         with self._inside():
             return tensor.is_meta
 
     def initialise(self, function: Callable[..., Any], tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Log a random initialisation of a tensor as one operation, though it is a function of many."""
+        """Log a random initialisation of a tensor as one operation, though the function runs many.
+
+        A tensor that holds values is initialised at once.
+        """
         if not self.defers(tensor):
             return function(tensor, *args, **kwargs)
         with self._inside():
@@ -104,7 +116,7 @@ class Recorder(TorchDispatchMode):
             if not self._log.knows(tensor):
                 self._log.allocate(tensor)
             key, region = frozenset({_key(tensor)}), region_of(tensor)
-            reads = frozenset[StorageWeakRef]() if _is_whole(tensor) else key
+            reads = frozenset[StorageWeakRef]() if _fills_storage(tensor) else key
             self._log.add(Operation(function, (region, *args), kwargs, setting, reads, key, (None,)))
         return tensor
 
@@ -115,7 +127,15 @@ class Recorder(TorchDispatchMode):
         return self._log.value(region_of(tensor))
 
     def _next_seed(self, name: str, kwargs: dict[str, Any]) -> int:
-        """The seed of a random operation."""
+        """Return the seed of the next random operation.
+
+        Args:
+            name: of the operation, for the error.
+            kwargs: its keyword arguments.
+
+        Raises:
+            ValueError: the operation draws from a generator that the user made.
+        """
         if kwargs.get("generator") is not None:
             raise ValueError(
                 f"{name} draws from a generator of its own, whose state depends on all that was drawn before, and "
@@ -125,7 +145,7 @@ class Recorder(TorchDispatchMode):
         return mix(self._seed, self._num_draws)
 
     def _run(self, func: OpOverload[..., Any], args: Any, kwargs: Any, setting: Setting) -> Any:
-        """Run an operation at once, on values."""
+        """Run an operation at once, on the values of its arguments."""
         args, kwargs = pytree.tree_map_only(Tensor, self._value, (args, kwargs))
         with setting():
             return func(*args, **_on(_HOST, func, kwargs))
@@ -133,7 +153,15 @@ class Recorder(TorchDispatchMode):
     def _record(
         self, func: OpOverload[..., Any], args: Any, kwargs: Any, setting: Setting, written: list[Tensor]
     ) -> Any:
-        """Run an operation in shapes, and log it."""
+        """Run an operation on the meta device, where it has shapes only, and log it.
+
+        Args:
+            func: the operation.
+            args: its arguments.
+            kwargs: its keyword arguments.
+            setting: the default dtype, and the seed of a random operation.
+            written: the tensors among the arguments that it writes.
+        """
         args, kwargs = pytree.tree_map_only(Tensor, self._without_values, (args, kwargs))
         returned = func(*args, **_on(_META, func, kwargs))
         inputs = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
@@ -142,7 +170,7 @@ class Recorder(TorchDispatchMode):
         new = [leaf if leaf is not None and _key(leaf) not in here else None for leaf in outputs]
         if not written and not any(leaf is not None for leaf in new):
             return returned  # a view
-        replaced = {_key(t) for t in written if _name(func) in _OVERWRITING and _is_whole(t)}
+        replaced = {_key(t) for t in written if _name(func) in _OVERWRITING and _fills_storage(t)}
         reads = {_key(tensor) for tensor in _without(inputs, written)} | {_key(tensor) for tensor in written} - replaced
         for tensor in inputs:
             if _key(tensor) in reads:
@@ -159,7 +187,11 @@ class Recorder(TorchDispatchMode):
         return returned
 
     def _without_values(self, tensor: Tensor) -> Tensor:
-        """A tensor that holds values, as one that is known to hold them."""
+        """Return a tensor on the meta device that the log knows the values of, for one that holds them.
+
+        Raises:
+            ValueError: the log would hold more than `LIMIT_BYTES` of such values.
+        """
         if tensor.is_meta:
             return tensor
         value = tensor.detach().clone(memory_format=torch.contiguous_format)
@@ -190,20 +222,20 @@ def _key(tensor: Tensor) -> StorageWeakRef:
 
 
 def _without(tensors: list[Tensor], others: list[Tensor]) -> list[Tensor]:
-    """A list less one occurrence of each of others."""
+    """Take each tensor of a second list out of the first one once."""
     left = list(tensors)
     for other in others:
         del left[next(i for i, tensor in enumerate(left) if tensor is other)]
     return left
 
 
-def _is_whole(tensor: Tensor) -> bool:
-    """Whether a tensor covers its storage."""
+def _fills_storage(tensor: Tensor) -> bool:
+    """Whether a tensor covers all of its storage, in order."""
     return tensor.is_contiguous() and tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
 
 
 def _on(device: torch.device, func: OpOverload[..., Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Keyword arguments for another device."""
+    """Return an operation's keyword arguments with another device, if it takes one."""
     names = {argument.name for argument in schema_of(func).arguments}
     moved = dict(kwargs)
     if "device" in names:

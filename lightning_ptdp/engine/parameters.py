@@ -3,7 +3,7 @@
 name       of the plain module, the first where weights are tied; `local` is every name that it has here
 stages     that own it, under any of its names
 shard      of the whole that tensor peers cut; None for what each of them holds whole
-weight     what an optimizer steps: the parameter, its float32 main weight, or this replica's run of that
+weight     what an optimizer steps: the parameter, its float32 main weight, or this replica's piece of that
 counts     whether this rank is the one to count it where the whole model is summed up
 """
 
@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from lightning_ptdp.comm.groups import Groups
-from lightning_ptdp.data_parallel.main_weights import MainWeights, Run
+from lightning_ptdp.data_parallel.main_weights import FlatPiece, MainWeights
 from lightning_ptdp.data_parallel.tied import SharedParameter
 from lightning_ptdp.pipeline.one_stage import Stages
 from lightning_ptdp.tensor_parallel.placement import Placement
@@ -28,7 +28,7 @@ from lightning_ptdp.tensor_parallel.shard import Shard
 class Row:
     """A parameter of the module that this rank owns; the head of this file says what the columns are.
 
-    run: of the flattened parameter, that `weight` is; None for all of it.
+    piece: of the flattened parameter, that `weight` is; None for all of it.
     """
 
     name: str
@@ -37,7 +37,7 @@ class Row:
     stages: frozenset[int]
     shard: Shard | None
     weight: nn.Parameter
-    run: Run | None
+    piece: FlatPiece | None
     counts: bool
 
     @property
@@ -89,10 +89,10 @@ class Parameters:
 
     def _row(self, parameter: nn.Parameter, name: str, local: Sequence[str]) -> Row:
         stages, shard, at = self._stages.owners(name), self.placement.shards.get(name), self._groups.at
-        run = None if self.mains is None else self.mains.run_of(parameter)
+        piece = None if self.mains is None else self.mains.piece_of(parameter)
         first_owner = min(stages) % self._groups.topology.pipeline_parallel_size
         counts = at.pipeline == first_owner and (at.tensor == 0 or shard is not None)
-        return Row(name, tuple(local), parameter, stages, shard, self.weight_of(parameter), run, counts)
+        return Row(name, tuple(local), parameter, stages, shard, self.weight_of(parameter), piece, counts)
 
     # -- the whole model ---------------------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_ptdp.kernels import reference
-from lightning_ptdp.kernels.library import OPERATIONS, Op, contiguous_like, is_compiled
+from lightning_ptdp.kernels.library import OPERATIONS, LibraryOp, contiguous_like, is_compiled
 
 
 def bias_gelu(x: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -64,9 +64,9 @@ def _fake_gelu_backward(grad: Tensor, x: Tensor, bias: Tensor | None) -> tuple[T
 
 OPERATIONS.extend(
     (
-        Op("bias_gelu", lambda x, bias: contiguous_like(x), _save_gelu, _gelu_backward),
-        Op("bias_gelu_backward", _fake_gelu_backward),
-        Op("swiglu", lambda gate, up: contiguous_like(gate), _save_swiglu, _swiglu_backward),
-        Op("swiglu_backward", lambda grad, gate, up: (contiguous_like(gate), contiguous_like(up))),
+        LibraryOp("bias_gelu", lambda x, bias: contiguous_like(x), _save_gelu, _gelu_backward),
+        LibraryOp("bias_gelu_backward", _fake_gelu_backward),
+        LibraryOp("swiglu", lambda gate, up: contiguous_like(gate), _save_swiglu, _swiglu_backward),
+        LibraryOp("swiglu_backward", lambda grad, gate, up: (contiguous_like(gate), contiguous_like(up))),
     )
 )

@@ -53,7 +53,7 @@ class BuildError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Plan:
+class Commands:
     """Commands, by the name of what each makes: objects, and at last the library. Run in the folder of the sources."""
 
     sources: Path
@@ -73,8 +73,8 @@ class Plan:
         return found.hexdigest()[:20]
 
 
-def make_plan() -> Plan:
-    """The plan for this machine.
+def commands_here() -> Commands:
+    """The commands for this machine.
 
     Raises:
         BuildError: there is no compiler, no PyTorch, or PTDP_BUILD=off.
@@ -83,7 +83,7 @@ def make_plan() -> Plan:
         raise BuildError("PTDP_BUILD=off")
     torch = torch_folder()
     levels = tuple(_LEVELS) if platform.machine() in ("x86_64", "AMD64") else ("baseline",)
-    return plan(sources(), compiler(), torch, levels=levels, nvcc=nvcc() if wants_cuda(torch) else None)
+    return commands_for(sources(), compiler(), torch, levels=levels, nvcc=nvcc() if wants_cuda(torch) else None)
 
 
 def is_required() -> bool:
@@ -91,9 +91,9 @@ def is_required() -> bool:
     return os.environ.get("PTDP_BUILD") == "require"
 
 
-def plan(
+def commands_for(
     folder: Path, cxx: str, torch: Path, *, levels: Sequence[str], nvcc: str | None, extra: Sequence[str] = ()
-) -> Plan:
+) -> Commands:
     """Commands to compile the sources in `folder` for some of the instruction sets. extra: flags for the bindings."""
     base = (cxx, "-O3", "-std=c++20", "-fPIC", "-fvisibility=hidden", "-Wno-psabi")
     headers = ("-isystem", f"{torch}/include", f"-DTORCH_TARGET_VERSION={STABLE_ABI}")
@@ -109,7 +109,7 @@ def plan(
     runtime = (f"-L{Path(nvcc).parent.parent}/lib64", "-lcudart_static", "-ldl", "-lrt", "-lpthread") if nvcc else ()
     # --no-as-needed keeps libtorch.so, and through it libtorch_cuda.so, where the weak symbol of the stream lies
     link = (cxx, "-shared", *objects, "-Wl,--no-as-needed", f"-L{torch}/lib", "-ltorch", "-ltorch_cpu", *runtime)
-    return Plan(folder, objects, link)
+    return Commands(folder, objects, link)
 
 
 def cuda_command(nvcc: str, *more: str) -> tuple[str, ...]:
@@ -121,15 +121,15 @@ def cuda_command(nvcc: str, *more: str) -> tuple[str, ...]:
     return (nvcc, *flags, *codes, *more, "-c", "cuda/kernels.cu")
 
 
-def cached(plan: Plan, *, again: bool = False) -> Path:
-    """The library of a plan, from the cache, or built into it.
+def cached(commands: Commands, *, again: bool = False) -> Path:
+    """The library that commands make, from the cache, or built into it.
 
     again: build it also if it's there, or if building it has failed before.
 
     Raises:
         BuildError: it cannot be built, now or, unless `again`, the last time.
     """
-    folder = cache() / plan.digest
+    folder = cache() / commands.digest
     library, failure = folder / LIBRARY, folder / "failed.log"
     if library.exists() and not again:
         return library
@@ -143,15 +143,15 @@ def cached(plan: Plan, *, again: bool = False) -> Path:
         failure.unlink(missing_ok=True)
         log.info("building the kernels into %s, once for this machine", folder)
         try:
-            build(plan, library)
+            build(commands, library)
         except BuildError as error:
             failure.write_text(str(error))
             raise
     return library
 
 
-def build(plan: Plan, library: Path) -> None:
-    """Build a plan; the library appears whole or not at all.
+def build(commands: Commands, library: Path) -> None:
+    """Run the commands; the library appears whole or not at all.
 
     Raises:
         BuildError: a command failed.
@@ -162,10 +162,10 @@ def build(plan: Plan, library: Path) -> None:
     try:
         num_jobs = int(os.environ.get("MAX_JOBS") or os.cpu_count() or 1)
         with ThreadPoolExecutor(num_jobs) as pool:
-            commands = [(*command, "-o", str(workshop / name)) for name, command in plan.objects.items()]
-            list(pool.map(lambda command: _run(command, plan.sources), commands))
-        link = tuple(str(workshop / part) if part in plan.objects else part for part in plan.link)
-        _run((*link, "-o", str(workshop / LIBRARY)), plan.sources)
+            compiling = [(*command, "-o", str(workshop / name)) for name, command in commands.objects.items()]
+            list(pool.map(lambda command: _run(command, commands.sources), compiling))
+        link = tuple(str(workshop / part) if part in commands.objects else part for part in commands.link)
+        _run((*link, "-o", str(workshop / LIBRARY)), commands.sources)
         os.replace(workshop / LIBRARY, library)
     finally:
         shutil.rmtree(workshop, ignore_errors=True)

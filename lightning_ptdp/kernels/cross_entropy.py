@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 from lightning_ptdp.kernels import reference
-from lightning_ptdp.kernels.library import OPERATIONS, Op, contiguous_like, is_compiled
+from lightning_ptdp.kernels.library import OPERATIONS, LibraryOp, contiguous_like, is_compiled
 
 Combine = Callable[[Tensor], Tensor]
 
@@ -171,4 +171,4 @@ def _fake_stats(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return peak, sum_exp, sum_shifted
 
 
-OPERATIONS.extend((Op("cross_entropy_stats", _fake_stats), Op("cross_entropy_gradient", contiguous_like)))
+OPERATIONS.extend((LibraryOp("cross_entropy_stats", _fake_stats), LibraryOp("cross_entropy_gradient", contiguous_like)))

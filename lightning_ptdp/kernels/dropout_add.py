@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 from lightning_ptdp.kernels import reference
-from lightning_ptdp.kernels.library import OPERATIONS, Op, contiguous_like, is_compiled
+from lightning_ptdp.kernels.library import OPERATIONS, LibraryOp, contiguous_like, is_compiled
 
 
 def bias_dropout_add(
@@ -69,7 +69,7 @@ def _fake_backward(grad: Tensor, seed: Tensor, p: float, has_bias: bool) -> tupl
 
 OPERATIONS.extend(
     (
-        Op("dropout_add", lambda x, bias, residual, seed, p: contiguous_like(x), _save, _backward),
-        Op("dropout_add_backward", _fake_backward),
+        LibraryOp("dropout_add", lambda x, bias, residual, seed, p: contiguous_like(x), _save, _backward),
+        LibraryOp("dropout_add_backward", _fake_backward),
     )
 )

@@ -36,7 +36,7 @@ class Library:
 
 
 @dataclass(frozen=True)
-class Op:
+class LibraryOp:
     """An operation of the library, besides its schema, which stands in csrc/bindings.cpp.
 
     fake: shapes and dtypes of the results. save: keeps what backward needs. backward: the gradient; without it the
@@ -64,7 +64,7 @@ class Op:
         )
 
 
-OPERATIONS: list[Op] = []
+OPERATIONS: list[LibraryOp] = []
 """All operations of the library; each file of kernels adds its own as it is imported."""
 
 
@@ -100,7 +100,7 @@ def _find() -> tuple[Path, str]:
         why = "this PyTorch is a build for CPUs"
     else:
         why = "no nvcc was found" if build.nvcc() is None else "the library was built without CUDA"
-    return build.cached(build.make_plan()), why
+    return build.cached(build.commands_here()), why
 
 
 _references_only = False

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_ptdp.kernels import reference
-from lightning_ptdp.kernels.library import OPERATIONS, Op, is_compiled
+from lightning_ptdp.kernels.library import OPERATIONS, LibraryOp, is_compiled
 from lightning_ptdp.kernels.reference import AdamStep
 
 CHUNK = 65536  # elements; kChunk of csrc/api.h
@@ -176,10 +176,10 @@ def _dtypes(*lists: Iterable[Tensor]) -> set[torch.dtype]:
 
 OPERATIONS.extend(
     (
-        Op("count_", lambda counters: torch.empty(len(counters), dtype=torch.float64), has_gradient=False),
-        Op("adam_", lambda *args: torch.zeros((), dtype=torch.bool), has_gradient=False),
-        Op("scale_", lambda *args: None, has_gradient=False),
-        Op(
+        LibraryOp("count_", lambda counters: torch.empty(len(counters), dtype=torch.float64), has_gradient=False),
+        LibraryOp("adam_", lambda *args: torch.zeros((), dtype=torch.bool), has_gradient=False),
+        LibraryOp("scale_", lambda *args: None, has_gradient=False),
+        LibraryOp(
             "squares",
             lambda tensors: tensors[0].new_empty(sum(-(-t.numel() // CHUNK) for t in tensors), dtype=torch.float64),
         ),

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_ptdp.kernels import reference
-from lightning_ptdp.kernels.library import OPERATIONS, Op, contiguous_like, is_compiled
+from lightning_ptdp.kernels.library import OPERATIONS, LibraryOp, contiguous_like, is_compiled
 
 
 def layer_norm(
@@ -84,4 +84,4 @@ def _fake_backward(
     return contiguous_like(saved), dweight, dbias
 
 
-OPERATIONS.extend((Op("norm", _fake, _save, _backward), Op("norm_backward", _fake_backward)))
+OPERATIONS.extend((LibraryOp("norm", _fake, _save, _backward), LibraryOp("norm_backward", _fake_backward)))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_ptdp.kernels import reference
-from lightning_ptdp.kernels.library import OPERATIONS, Op, contiguous_like, is_compiled
+from lightning_ptdp.kernels.library import OPERATIONS, LibraryOp, contiguous_like, is_compiled
 
 
 def rotary_embedding(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -47,4 +47,4 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
     return torch.ops.ptdp.rotary(grad, *ctx.saved_tensors, not ctx.inverse), None, None, None
 
 
-OPERATIONS.extend((Op("rotary", contiguous_like, _save, _backward),))
+OPERATIONS.extend((LibraryOp("rotary", contiguous_like, _save, _backward),))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_ptdp.kernels import reference
-from lightning_ptdp.kernels.library import OPERATIONS, Op, contiguous_like, is_compiled
+from lightning_ptdp.kernels.library import OPERATIONS, LibraryOp, contiguous_like, is_compiled
 
 
 def scaled_softmax(x: Tensor, scale: float = 1.0) -> Tensor:
@@ -60,7 +60,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
 
 OPERATIONS.extend(
     (
-        Op("softmax", contiguous_like, _save, _backward),
-        Op("softmax_backward", contiguous_like),
+        LibraryOp("softmax", contiguous_like, _save, _backward),
+        LibraryOp("softmax_backward", contiguous_like),
     )
 )

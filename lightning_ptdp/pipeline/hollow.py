@@ -32,7 +32,7 @@ class HollowParameters:
 
     def __init__(self, module: nn.Module, names: Iterable[str], device: torch.device) -> None:
         """Replace the values of `names`, full names of parameters and buffers, and unregister them."""
-        self._places: list[tuple[nn.Module, str, nn.Parameter | Tensor]] = []
+        self._leaves: list[tuple[nn.Module, str, nn.Parameter | Tensor]] = []
         self._orders: dict[nn.Module, list[str]] = {}
         values: dict[int, Tensor] = {}
         for name in names:
@@ -43,27 +43,27 @@ class HollowParameters:
             if isinstance(tensor, nn.Parameter):
                 value = values.setdefault(id(tensor), nan_like(tensor, device))
                 tensor.data = value
-                self._places.append((holder, leaf, tensor))
+                self._leaves.append((holder, leaf, tensor))
             else:
-                self._places.append((holder, leaf, nan_like(tensor, device)))
+                self._leaves.append((holder, leaf, nan_like(tensor, device)))
             self._orders.setdefault(holder, list(parameters_of(holder)))
         self.unregister()
 
     @property
     def parameters(self) -> frozenset[nn.Parameter]:
         """The hollow parameters."""
-        return frozenset(tensor for _, _, tensor in self._places if isinstance(tensor, nn.Parameter))
+        return frozenset(tensor for _, _, tensor in self._leaves if isinstance(tensor, nn.Parameter))
 
     def unregister(self) -> None:
         """Turn the hollow tensors into plain attributes."""
-        for holder, leaf, tensor in self._places:
+        for holder, leaf, tensor in self._leaves:
             parameters_of(holder).pop(leaf, None)
             buffers_of(holder).pop(leaf, None)
             holder.__dict__[leaf] = tensor.data if isinstance(tensor, nn.Parameter) else tensor
 
     def register(self) -> None:
         """Make them parameters again, in the plain module's order; buffers stay attributes."""
-        for holder, leaf, tensor in self._places:
+        for holder, leaf, tensor in self._leaves:
             if isinstance(tensor, nn.Parameter):
                 holder.__dict__.pop(leaf, None)
                 parameters_of(holder)[leaf] = tensor

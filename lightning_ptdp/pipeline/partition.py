@@ -238,11 +238,11 @@ def _assign_outside(
     """Names outside the blocks that hold parameters, each placed first, last or shared."""
     given = {"first": first, "last": last, "shared": shared}
     _check_names(module, blocks, given)
-    places: dict[str, list[str]] = {"first": [], "last": [], "shared": []}
+    assigned: dict[str, list[str]] = {"first": [], "last": [], "shared": []}
     for name in _outside(module, blocks):
-        told = next((place for place, names in given.items() if any(_within(name, n) for n in names)), None)
-        places[told or _guess(module, blocks, name)].append(name)
-    return places
+        told = next((argument for argument, names in given.items() if any(_within(name, n) for n in names)), None)
+        assigned[told or _guess(module, blocks, name)].append(name)
+    return assigned
 
 
 def _outside(module: nn.Module, blocks: str) -> list[str]:
@@ -267,13 +267,12 @@ def _guess(module: nn.Module, blocks: str, name: str) -> str:
     holder, _, leaf = name.rpartition(".")
     if leaf in dict(module.get_submodule(holder).named_parameters(recurse=False)):
         return "shared"  # a bare parameter of a container: small, and right wherever it is used
-    plan = getattr(module.get_submodule(parent), "_pp_plan", None) or {}
     inside = (
         name[len(parent) + 1 :].split(".", maxsplit=1)[0]
         if parent and name.startswith(f"{parent}.")
         else name.split(".", maxsplit=1)[0]
     )
-    order = list(plan)
+    order = list(getattr(module.get_submodule(parent), "_pp_plan", None) or {})
     if inside in order and list_name in order:
         return "first" if order.index(inside) < order.index(list_name) else "last"
     read = assign_by_source(module, blocks, name)
@@ -296,12 +295,12 @@ def _check_names(module: nn.Module, blocks: str, given: dict[str, Sequence[str]]
     known = {name for name, _ in module.named_modules()} | {
         name for name, _ in module.named_parameters(remove_duplicate=False)
     }
-    for place, names in given.items():
+    for argument, names in given.items():
         unknown = [name for name in names if name not in known]
         if unknown:
             raise ValueError(
-                f"{place}={unknown} name no module or parameter outside the blocks {blocks!r}; those with parameters "
-                f"are {_outside(module, blocks)}"
+                f"{argument}={unknown} name no module or parameter outside the blocks {blocks!r}; those with "
+                f"parameters are {_outside(module, blocks)}"
             )
 
 

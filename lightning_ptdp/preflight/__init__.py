@@ -1,1 +1,1 @@
-"""What is agreed on, or refused, before anything starts."""
+"""Before anything starts: ranks agree on what they run, and refuse together what cannot be run."""

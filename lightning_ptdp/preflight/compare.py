@@ -16,18 +16,23 @@ from torch.distributed import ProcessGroup
 from lightning_ptdp.comm.collectives import gather_objects
 
 Items = Mapping[str, str]
-"""Name to value, both in words."""
+"""What a rank states in one section: values by name, both in words."""
 
 _FAULTS = "faults"
-_SHOWN = 4  # differences of a section that are spelled out
+_SHOWN = 4  # at most so many differences of a section are spelled out
 
 
 @dataclass(frozen=True)
 class Section:
     """Things of one kind that all ranks must have alike.
 
-    rule: what must hold, a main clause. remedy: what to do where it does not.
-    explained_by: names of sections whose differences make this one differ too.
+    Attributes:
+        name: the same on every rank.
+        rule: what must hold, a main clause.
+        items: what this rank has.
+        remedy: what to do if ranks differ.
+        explained_by: names of other sections. If one of these differs, this one may differ as a consequence, and is not
+            told.
     """
 
     name: str
@@ -39,7 +44,12 @@ class Section:
 
 @dataclass(frozen=True)
 class Findings:
-    """What ranks found together. faults: a sentence each. are_alike: whether all ranks said the same."""
+    """What ranks found together, the same on each.
+
+    Attributes:
+        faults: a sentence each.
+        are_alike: whether all ranks stated the same items and faults.
+    """
 
     faults: list[str]
     are_alike: bool
@@ -55,9 +65,15 @@ class Findings:
 
 
 def compare(sections: Sequence[Section], faults: Iterable[str], group: ProcessGroup) -> Findings:
-    """Everything that is wrong on any rank of the group; every rank must call this, and gets the same.
+    """Find everything that is wrong on any rank of a group; every rank must call this, and gets the same.
 
-    sections: the same ones on every rank. faults: what this rank found by itself.
+    Args:
+        sections: what this rank states; every rank gives the same sections.
+        faults: what this rank found wrong by itself, a sentence each.
+        group: the ranks that are compared.
+
+    Returns:
+        The faults of all ranks, and a sentence for each section in which ranks differ.
     """
     mine = list(dict.fromkeys(faults))
     stated: dict[str, Items] = {section.name: section.items for section in sections}
@@ -73,7 +89,15 @@ def compare(sections: Sequence[Section], faults: Iterable[str], group: ProcessGr
 
 
 def gather_differing(stated: Mapping[str, Items], group: ProcessGroup) -> dict[str, list[Items]]:
-    """The sections in which ranks of the group differ, each with the items of every rank, in the order of ranks."""
+    """Find the sections in which ranks of a group differ; every rank must call this, and gets the same.
+
+    Args:
+        stated: this rank's items, by the names of sections.
+        group: the ranks that are compared.
+
+    Returns:
+        For each section that differs the items of every rank, in the order of ranks.
+    """
     hashes = gather_objects({name: _digest(items) for name, items in stated.items()}, group)
     names = dict.fromkeys(name for each in hashes for name in each)
     spoken_by = {
@@ -91,14 +115,21 @@ def gather_differing(stated: Mapping[str, Items], group: ProcessGroup) -> dict[s
 
 
 def differing_items(everyones: Sequence[Items]) -> dict[str, list[str | None]]:
-    """The items whose values differ, each with its value on every rank; None where a rank lacks it."""
+    """Find the items that differ between ranks.
+
+    Args:
+        everyones: the items of each rank.
+
+    Returns:
+        For each item that differs its value on every rank, None if a rank lacks it.
+    """
     names = dict.fromkeys(name for items in everyones for name in items)
     values = {name: [items.get(name) for items in everyones] for name in names}
     return {name: held for name, held in values.items() if len(set(held)) > 1}
 
 
 def in_words(ranks: Sequence[int]) -> str:
-    """Ranks, ascending, for a message: ``rank 3``, ``ranks 0, 1 and 4-7``."""
+    """Write ascending ranks for a message: ``rank 3``, ``ranks 0, 1 and 4-7``."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and rank == runs[-1][-1] + 1:
@@ -117,7 +148,7 @@ def _digest(items: Items) -> str:
 
 
 def _attributed(everyones: Sequence[Items]) -> list[str]:
-    """Every rank's faults; one that not all found is told with the ranks that did."""
+    """Join the faults of all ranks; one that not all found names the ranks that did."""
     differing = differing_items(everyones)
     return [
         f"on {in_words([rank for rank, value in enumerate(differing[fault]) if value is not None])}: {fault}"
@@ -128,6 +159,7 @@ def _attributed(everyones: Sequence[Items]) -> list[str]:
 
 
 def _sentence(section: Section, everyones: Sequence[Items]) -> str:
+    """Say in which items of a section ranks differ, which rule that breaks, and what to do."""
     differing = differing_items(everyones)
     parts = [_difference(item, values) for item, values in list(differing.items())[:_SHOWN]]
     if len(differing) > _SHOWN:
@@ -138,7 +170,7 @@ def _sentence(section: Section, everyones: Sequence[Items]) -> str:
 
 
 def _difference(item: str, values: Sequence[str | None]) -> str:
-    """``rank 3 has torch 2.12.0 where ranks 0-2 have 2.13.0``."""
+    """Say which ranks have which values of an item: ``rank 3 has torch 2.12.0 where ranks 0-2 have 2.13.0``."""
     holders: dict[str | None, list[int]] = {}
     for rank, value in enumerate(values):
         holders.setdefault(value, []).append(rank)

@@ -1,4 +1,4 @@
-"""How many parameters each stage holds, and each of its ranks."""
+"""Counts the parameters that each stage holds, and each of its ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,13 @@ from lightning_ptdp.layout import Layout
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """Parameters of one stage. whole: as they are in one process. local: those of its first tensor rank."""
+    """How many elements the parameters of one stage have.
+
+    Attributes:
+        stage: its number.
+        whole: elements of all its parameters, before tensor peers split them.
+        local: elements that its first tensor rank holds.
+    """
 
     stage: int
     whole: int
@@ -20,7 +26,10 @@ class Holding:
 
 
 def holdings(module: nn.Module, layout: Layout) -> list[Holding]:
-    """What each stage of a module that is still whole will hold; a tied or shared weight counts on each that has it."""
+    """Count what each stage will hold of a module that is still whole.
+
+    A parameter that several stages own counts in each of them.
+    """
     whole, local = [0] * layout.num_stages, [0] * layout.num_stages
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -34,13 +43,14 @@ def holdings(module: nn.Module, layout: Layout) -> list[Holding]:
 
 
 def table(found: list[Holding]) -> str:
-    """The holdings as lines to print."""
+    """Write the holdings as a table to print."""
     rows = [f"{'stage':>5}  {'parameters':>15}  {'on each rank':>15}"]
     rows += [f"{each.stage:>5}  {each.whole:>15,}  {each.local:>15,}" for each in found]
     return "\n".join(rows)
 
 
 def _local_size(name: str, shape: tuple[int, ...], layout: Layout) -> int:
+    """Elements of a parameter that tensor rank 0 holds, for the shape of the whole."""
     shard = layout.placement.shards.get(name)
     if shard is None:
         return math.prod(shape)

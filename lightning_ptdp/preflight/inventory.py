@@ -1,4 +1,4 @@
-"""What this rank is about to run, in sections that `preflight` compares with the other ranks."""
+"""States what this rank is about to run, in sections that `compare` compares with the other ranks."""
 
 from __future__ import annotations
 
@@ -55,12 +55,12 @@ _TRAINER_SETTINGS = (
     "reload_dataloaders_every_n_epochs",
     "log_every_n_steps",
 )
-VERSION = metadata.version("lightning_ptdp")  # of the installed package, as the package itself is above this one
+VERSION = metadata.version("lightning_ptdp")  # asked of the installed package: its __init__ is above this module
 _PLAIN = (bool, int, float, str, type(None))
 
 
 def versions() -> Section:
-    """Of what computes the numbers."""
+    """State the versions of what computes the numbers."""
     items = {
         "python": ".".join(platform.python_version_tuple()[:2]),
         "torch": str(torch.__version__),
@@ -73,7 +73,7 @@ def versions() -> Section:
 
 
 def arguments(config: ParallelConfig, *, device: str, devices_per_node: int) -> Section:
-    """What the strategy was given, and what kind of devices it runs on."""
+    """State what the strategy was given, and what kind of devices it runs on."""
     given = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     given |= {"device": device, "devices_per_node": devices_per_node}
     return Section(
@@ -85,7 +85,7 @@ def arguments(config: ParallelConfig, *, device: str, devices_per_node: int) -> 
 
 
 def sizes(topology: Topology | None) -> Section:
-    """What "auto" came to; None where that waits for the module to be built."""
+    """State the sizes, those that "auto" came to included; None if that waits for the module to be built."""
     items = {"sizes": "that wait for the module"}
     if topology is not None:
         items = {field.name: str(getattr(topology, field.name)) for field in dataclasses.fields(topology)}
@@ -100,7 +100,7 @@ def sizes(topology: Topology | None) -> Section:
 
 
 def trainer_settings(trainer: pl.Trainer) -> Section:
-    """Of the Trainer, where they change what is computed or when ranks meet."""
+    """State those settings of the Trainer that change what is computed, or when ranks meet."""
     own = callbacks_of(trainer)
     items = {name: repr(getattr(trainer, name)) for name in _TRAINER_SETTINGS}
     items["precision"] = str(trainer.precision)
@@ -115,9 +115,13 @@ def trainer_settings(trainer: pl.Trainer) -> Section:
 
 
 def module_contents(module: pl.LightningModule, operations: str | None = None) -> Section:
-    """Parameters and buffers of the whole module; those of one that is split already were compared before.
+    """State the parameters and buffers of the whole module.
 
-    operations: a hash of what gives them their values, where that was put off.
+    Those of a module that an earlier run has split were compared then, and are left out.
+
+    Args:
+        module: the user's.
+        operations: a hash of the operations that will give the tensors their values, if those were put off.
     """
     items = {"automatic_optimization": str(module.automatic_optimization)}
     if operations is not None:
@@ -142,7 +146,7 @@ def module_contents(module: pl.LightningModule, operations: str | None = None) -
 
 
 def layout_of_ranks(layout: Layout) -> Section:
-    """Which stage runs what."""
+    """State which stage runs what."""
     fields = dataclasses.fields(layout.partition)
     items = {"num_stages": str(layout.num_stages)}
     items |= {field.name: repr(getattr(layout.partition, field.name)) for field in fields}
@@ -156,7 +160,7 @@ def layout_of_ranks(layout: Layout) -> Section:
 
 
 def tensor_parallel_plan(layout: Layout) -> Section:
-    """How each layer is split over tensor peers."""
+    """State how each layer is split over tensor peers."""
     placement = layout.placement
     items = {f"style of {name!r}": style for name, style in placement.styles.items()}
     items |= {f"shard of {name!r}": repr(shard) for name, shard in placement.shards.items()}
@@ -175,7 +179,13 @@ def tensor_parallel_plan(layout: Layout) -> Section:
 def optimization(
     optimizers: Sequence[Optimizer], names: Sequence[Sequence[Sequence[str]]], schedulers: Sequence[LRSchedulerConfig]
 ) -> Section:
-    """Optimizers, their groups and options, and schedulers. names: of the parameters, an optimizer and group each."""
+    """State the optimizers, their groups and options, and the schedulers.
+
+    Args:
+        optimizers: what the user configured.
+        names: for each optimizer, and each of its groups, the names of the parameters.
+        schedulers: as Lightning keeps them.
+    """
     items: dict[str, str] = {}
     for i, (optimizer, groups) in enumerate(zip(optimizers, names, strict=True)):
         items[f"optimizer {i}"] = type(optimizer).__name__
@@ -195,11 +205,15 @@ def optimization(
 
 
 def _kind(tensor: Tensor) -> str:
+    """Write the shape and dtype of a tensor."""
     return "without a shape" if is_lazy(tensor) else f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
 
 
 def _in_words(value: Any) -> str:
-    """An option that may be a tensor of one number, or an object whose text names its address."""
+    """Write an option of an optimizer so that ranks can compare it.
+
+    It may be a tensor of one number; or an object, whose own text may name its address in this process.
+    """
     if isinstance(value, Tensor):
         value = value.tolist() if value.numel() <= 4 else list(value.shape)
     if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""Does an optimizer give a part of the parameters the steps that it gives them within the whole?
+"""Finds out whether an optimizer steps a part of the parameters just as it does when it has all of them.
 
 Ranks step parts of a model: pipeline ranks whole parameters, but not all of them; tensor ranks pieces of parameters.
 That is right for an optimizer that treats each element alone. Those of torch and of NVIDIA Apex are known by name. Any
@@ -21,17 +21,19 @@ from torch.optim import Optimizer
 from lightning_ptdp.kernels.status import find_apex
 
 _SHAPES: tuple[tuple[int, ...], ...] = ((), (6,), (6, 4), (4, 3, 2), (4, 2, 2, 2))
-_SCALES = (0.1, 10.0, 1.0, 0.5)  # of the gradients, a step each
+_SCALES = (0.1, 10.0, 1.0, 0.5)  # for each step, a factor of all gradients
 _SEED = 20210415
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}  # relative to the largest step: sums in another order
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """How far steps on parts are from steps on the whole, relative to the largest step; NaN where nobody knows.
+    """How far steps on parts are from steps on the whole, relative to the largest step.
 
-    apart: of each parameter without the others. in_pieces: of pieces of each parameter.
-    unknown: why the optimizer could not be tried; empty where it was.
+    Attributes:
+        apart: the difference if each parameter is stepped without the others; 0 if there is none, NaN if unknown.
+        in_pieces: the further difference if each parameter is stepped in pieces; likewise.
+        unknown: why the optimizer could not be tried; empty if it was.
     """
 
     apart: float = 0.0
@@ -40,12 +42,12 @@ class Verdict:
 
     @property
     def is_parameterwise(self) -> bool:
-        """Whether each parameter is stepped alone."""
+        """Whether the step of a parameter depends on no other parameter."""
         return self.apart == 0.0
 
     @property
     def is_elementwise(self) -> bool:
-        """Whether each element is stepped alone."""
+        """Whether the step of an element depends on no other element, so that parameters may be cut."""
         return self.is_parameterwise and self.in_pieces == 0.0
 
 
@@ -74,9 +76,12 @@ _ELEMENTWISE_OF_APEX = frozenset(
 
 
 def judge(optimizer: Optimizer) -> Verdict:
-    """Whether the optimizer's steps may be split; it is not changed, nor are its parameters and the random generators.
+    """Find out whether the steps of an optimizer may be split.
 
-    An attribute `is_elementwise` of the optimizer, True or False, is taken at its word.
+    Neither the optimizer nor its parameters nor random generators change.
+
+    Args:
+        optimizer: any. If it has an attribute `is_elementwise`, True or False, that is believed.
     """
     declared = getattr(optimizer, "is_elementwise", None)
     if isinstance(declared, bool):
@@ -87,12 +92,14 @@ def judge(optimizer: Optimizer) -> Verdict:
 
 
 def _is_known(kind: type[Optimizer]) -> bool:
+    """Whether a class is known to step each element alone."""
     if kind in _ELEMENTWISE:
         return True
     return f"{kind.__module__}.{kind.__qualname__}" in _ELEMENTWISE_OF_APEX and find_apex() == "nvidia"
 
 
 def _tried(optimizer: Optimizer) -> Verdict:
+    """Try an optimizer in float64, and in float32 if it fails there."""
     error = ""
     for dtype in _TOLERANCE:
         try:
@@ -103,6 +110,12 @@ def _tried(optimizer: Optimizer) -> Verdict:
 
 
 def _try(optimizer: Optimizer, dtype: torch.dtype) -> Verdict:
+    """Step small parameters together, each alone, and each in two pieces, and compare.
+
+    Raises:
+        RuntimeError: the steps are 0 or infinite, so that nothing can be compared.
+        Exception: what the optimizer raises.
+    """
     groups = _sample(optimizer, dtype)
     with torch.random.fork_rng():
         whole = _step(optimizer, groups)
@@ -126,22 +139,24 @@ def _try(optimizer: Optimizer, dtype: torch.dtype) -> Verdict:
 
 @dataclass(frozen=True)
 class _Sample:
-    """A small parameter: where it starts, and where each step's gradient pulls it.
+    """A small parameter to try an optimizer on.
 
-    start: any shape. targets: [steps, *shape].
+    Attributes:
+        start: its first value, of any shape.
+        targets: [steps, *shape], the values towards which the gradient of each step pulls it.
     """
 
     start: Tensor
     targets: Tensor
 
     def halves(self, dim: int) -> list[_Sample]:
-        """Its two pieces along a dim."""
+        """Cut it in two along a dim."""
         pieces = zip(self.start.tensor_split(2, dim), self.targets.tensor_split(2, dim + 1), strict=True)
         return [_Sample(*piece) for piece in pieces]
 
 
 def _sample(optimizer: Optimizer, dtype: torch.dtype) -> list[list[_Sample]]:
-    """For each group, two small parameters of each number of dims that its own have."""
+    """Make small parameters for each group of an optimizer: two of each number of dims that its own members have."""
     generator = torch.Generator().manual_seed(_SEED)
 
     def draw(*shape: int) -> Tensor:
@@ -161,12 +176,13 @@ def _sample(optimizer: Optimizer, dtype: torch.dtype) -> list[list[_Sample]]:
 
 
 def _pairs(groups: list[list[_Sample]], results: list[list[Tensor]]) -> Iterator[tuple[_Sample, Tensor]]:
+    """Go through the samples of all groups, each with its result."""
     for samples, tensors in zip(groups, results, strict=True):
         yield from zip(samples, tensors, strict=True)
 
 
 def _step(optimizer: Optimizer, groups: list[list[_Sample]]) -> list[list[Tensor]]:
-    """Where a few steps of a like optimizer take the samples."""
+    """Let a new optimizer of the same kind take a few steps from the samples; returns where they end, by group."""
     torch.manual_seed(_SEED)
     parameters = [[nn.Parameter(sample.start.clone()) for sample in samples] for samples in groups]
     twin = _rebuilt(optimizer, parameters)
@@ -187,10 +203,10 @@ def _step(optimizer: Optimizer, groups: list[list[_Sample]]) -> list[list[Tensor
 
 
 def _rebuilt(optimizer: Optimizer, parameters: list[list[nn.Parameter]]) -> Optimizer:
-    """An optimizer of the same class and options on other parameters.
+    """Make an optimizer of the same class and options for other parameters.
 
     Raises:
-        TypeError: its constructor asks for what its options do not tell.
+        TypeError: its constructor asks for something that its options do not tell.
     """
     kind = type(optimizer)
     signature = inspect.signature(kind).parameters
@@ -214,12 +230,13 @@ def _rebuilt(optimizer: Optimizer, parameters: list[list[nn.Parameter]]) -> Opti
 
 
 def _step_size(name: str, value: Any) -> Any:
-    """A learning rate that moves something: a schedule may start at 0."""
+    """Replace a learning rate of 0, at which a schedule may start, by one that moves something."""
     if name != "lr" or not isinstance(value, int | float | Tensor) or float(value) > 0.0:
         return value
     return 0.01
 
 
 def _distance(mine: Tensor, theirs: Tensor, limit: float) -> float:
+    """The largest difference of two tensors; 0 if it is within the limit."""
     off = float((mine - theirs).abs().nan_to_num(nan=math.inf).max())
     return off if off > limit else 0.0

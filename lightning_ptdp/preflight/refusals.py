@@ -1,4 +1,4 @@
-"""What a module or its optimizers do that a split cannot make right, said by name before anything starts."""
+"""Refuses, before anything starts, what a module or its optimizers do and no split of the model could get right."""
 
 from __future__ import annotations
 
@@ -24,7 +24,13 @@ _ELSE = (
 
 
 def refused_modules(module: pl.LightningModule, topology: Topology, *, trains: bool) -> list[str]:
-    """What is wrong with a module, whatever its layout: a sentence each. trains: whether it is to be fitted."""
+    """Find what is wrong with a module, however it is split; returns a sentence for each fault.
+
+    Args:
+        module: the user's.
+        topology: the sizes.
+        trains: whether it is to be fitted.
+    """
     faults = _refused_tensors(module, topology)
     if trains:
         faults += _refused_steps(module, topology)
@@ -32,6 +38,7 @@ def refused_modules(module: pl.LightningModule, topology: Topology, *, trains: b
 
 
 def _refused_steps(module: pl.LightningModule, topology: Topology) -> list[str]:
+    """Refuse steps that cannot be called once a microbatch and stage."""
     step, p, faults = module.training_step, topology.pipeline_parallel_size, []
     if inspect.isgeneratorfunction(step) or inspect.iscoroutinefunction(step):
         kind = "generator" if inspect.isgeneratorfunction(step) else "coroutine"
@@ -52,6 +59,7 @@ def _refused_steps(module: pl.LightningModule, topology: Topology) -> list[str]:
 
 
 def _refused_tensors(module: nn.Module, topology: Topology) -> list[str]:
+    """Refuse parameters of a class of tensors of their own, such as quantised ones, where parameters are split."""
     if topology.tensor_parallel_size * topology.pipeline_parallel_size == 1:
         return []
     strange = {name: type(p.data).__name__ for name, p in module.named_parameters() if type(p.data) is not Tensor}
@@ -65,7 +73,7 @@ def _refused_tensors(module: nn.Module, topology: Topology) -> list[str]:
 
 
 def batch_norm_warning(module: nn.Module, topology: Topology, config: ParallelConfig) -> str | None:
-    """What to say of batch norms that train on microbatches; None where they see whole batches, or there are none."""
+    """Warn of batch norms that train on microbatches; None if they see a replica's batch, or if there are none."""
     names = [name for name, child in module.named_modules() if isinstance(child, BatchNorm)]
     if not names or (topology.pipeline_parallel_size == 1 and config.micro_batch_size == "auto"):
         return None
@@ -77,7 +85,7 @@ def batch_norm_warning(module: nn.Module, topology: Topology, config: ParallelCo
 
 
 def foreign_parameters(module: nn.Module, optimizers: Sequence[Optimizer]) -> list[str]:
-    """Parameters that optimizers hold and the module doesn't, which have no name to be saved or split by."""
+    """Refuse parameters that optimizers hold and the module does not: they have no name to be saved or split by."""
     known = set(module.parameters())
     held = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
     strange = [list(p.shape) for p in held if p not in known]
@@ -91,9 +99,12 @@ def foreign_parameters(module: nn.Module, optimizers: Sequence[Optimizer]) -> li
 
 
 def refused_optimizers(optimizers: Sequence[Optimizer], topology: Topology, *, shards: bool) -> list[str]:
-    """Optimizers that compute something else on a part of the model: a sentence each.
+    """Refuse optimizers that compute something else on a part of the model; returns a sentence for each.
 
-    shards: whether replicas share the parameters out, each stepping runs of them.
+    Args:
+        optimizers: what the user configured.
+        topology: the sizes.
+        shards: whether each replica steps pieces of parameters (distributed_optimizer).
     """
     t, p = topology.tensor_parallel_size, topology.pipeline_parallel_size
     shards = shards and topology.data_parallel_size > 1
@@ -104,7 +115,13 @@ def refused_optimizers(optimizers: Sequence[Optimizer], topology: Topology, *, s
 
 
 def refused_manual_optimization(module: pl.LightningModule, *, shards: bool, has_main_weights: bool) -> list[str]:
-    """What steps by hand cannot have: a sentence each."""
+    """Refuse what manual optimization cannot have; returns a sentence for each.
+
+    Args:
+        module: the user's.
+        shards: whether each replica steps pieces of parameters (distributed_optimizer).
+        has_main_weights: whether 16-bit weights are stepped as copies in float32.
+    """
     if module.automatic_optimization:
         return []
     asked = {"distributed_optimizer=True": shards, "16-bit weights (precision *-true)": has_main_weights}
@@ -117,6 +134,7 @@ def refused_manual_optimization(module: pl.LightningModule, *, shards: bool, has
 
 
 def _refused_optimizer(optimizer: Optimizer, t: int, p: int, *, shards: bool) -> str:
+    """Say why an optimizer cannot step its part of the model alone; "" if it can."""
     name = type(optimizer).__name__
     sizes = f"tensor_parallel_size={t}" if t > 1 else f"pipeline_parallel_size={p}"
     if t * p == 1:
@@ -152,8 +170,8 @@ def _unknown(name: str, verdict: Verdict, sizes: str) -> str:
     )
 
 
-def _percent(share: float) -> str:
-    return "off by all" if math.isinf(share) else f"off by {share:.0%}"
+def _percent(fraction: float) -> str:
+    return "off by all" if math.isinf(fraction) else f"off by {fraction:.0%}"
 
 
 def _listed(things: Sequence[object]) -> str:

@@ -35,9 +35,13 @@ from lightning_ptdp.topology import Topology
 
 @dataclass(frozen=True)
 class Machine:
-    """Where a run takes place.
+    """The processes and devices of a run.
 
-    world: all of its processes. device: "cpu" or "cuda". device_bytes: memory that a rank may count on.
+    Attributes:
+        world: all processes of the run.
+        device: "cpu" or "cuda".
+        devices_per_node: ranks on each node.
+        device_bytes: memory that a rank may count on.
     """
 
     world: ProcessGroup
@@ -48,10 +52,12 @@ class Machine:
 
 @dataclass(frozen=True)
 class Asked:
-    """What a run was asked for, besides its Trainer.
+    """What a run was asked for, besides its Trainer's settings.
 
-    has_own_io: whether checkpoints go through a plug-in of the user's. has_main_weights: whether 16-bit weights are
-    stepped as copies in float32.
+    Attributes:
+        config: the strategy's arguments.
+        has_own_io: whether the user gave a plug-in that writes checkpoints.
+        has_main_weights: whether 16-bit weights are stepped as copies in float32.
     """
 
     config: ParallelConfig
@@ -61,7 +67,12 @@ class Asked:
 
 @dataclass(frozen=True)
 class Sizes:
-    """What `settle_sizes` found. topology: None where it waits for the module to be built."""
+    """What `settle_sizes` found.
+
+    Attributes:
+        topology: the sizes; None if they wait for the module to be built.
+        findings: what is wrong so far on any rank.
+    """
 
     topology: Topology | None
     findings: Findings
@@ -70,9 +81,15 @@ class Sizes:
 def settle_sizes(
     trainer: pl.Trainer, module: pl.LightningModule, asked: Asked, machine: Machine, *, is_built: bool
 ) -> Sizes:
-    """Choose what was left to "auto" and compare with the other ranks; faults wait for those of the module.
+    """Choose the sizes that were left to "auto", and compare with the other ranks what was asked for.
+
+    Nothing is raised yet: `settle_layout` raises these faults with those of the module.
 
     Args:
+        trainer: of the run.
+        module: the user's.
+        asked: what the strategy was given.
+        machine: the processes and devices.
         is_built: whether the module has its layers already; `configure_model` may build them later.
     """
     config, world_size = asked.config, machine.world.size()
@@ -103,10 +120,15 @@ def settle_layout(
     deferred: DeferredInit | None,
     world: ProcessGroup,
 ) -> Layout:
-    """The layout of a module that every rank still holds whole, or not at all.
+    """Work out the layout of a module that every rank still holds whole, or holds without values.
 
     Args:
-        deferred: what knows the values of a module that was built without any.
+        trainer: of the run.
+        module: the user's, built.
+        asked: what the strategy was given.
+        sizes: what `settle_sizes` returned.
+        deferred: knows the values of a module that was built without any; None if it has its values.
+        world: all ranks.
 
     Raises:
         ValueError: on every rank, with all faults of the configuration and the module.
@@ -139,10 +161,15 @@ def settle_optimizers(
     *,
     shards: bool,
 ) -> None:
-    """See to it that ranks have the same optimizers, which can be split; the module lists the whole model's parameters.
+    """See to it that all ranks have the same optimizers, and that these can step a part of the model.
 
     Args:
-        shards: whether replicas share out what optimizers keep.
+        module: the user's, whose `named_parameters` are those of the whole model at this time.
+        optimizers: what it configured.
+        schedulers: of learning rates, likewise.
+        topology: the sizes.
+        world: all ranks.
+        shards: whether each replica steps pieces of parameters (distributed_optimizer).
 
     Raises:
         ValueError: on every rank, where ranks have other optimizers, or optimizers cannot be split.
@@ -154,7 +181,7 @@ def settle_optimizers(
 
 
 def _model_parallel(module: pl.LightningModule, config: ParallelConfig, machine: Machine) -> tuple[int, int]:
-    """The (t, p) for sizes left to "auto"."""
+    """Choose (t, p) for sizes left to "auto"; those of an earlier run if that has split the module."""
     known = layout_of(module)
     if known is not None:
         return known.topology.tensor_parallel_size, known.topology.pipeline_parallel_size

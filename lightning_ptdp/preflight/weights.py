@@ -1,4 +1,4 @@
-"""Every rank starts from the same weights."""
+"""Sees to it that every rank starts from the same weights."""
 
 from __future__ import annotations
 
@@ -17,9 +17,14 @@ log = logging.getLogger(__name__)
 
 
 def agree_on_weights(module: nn.Module, groups: Groups) -> None:
-    """Give every rank the values of rank 0, where they differ: processes that drew other numbers built other weights.
+    """Give every rank the values of rank 0, for the parameters and buffers that differ between ranks.
 
-    The ranks' modules must have the same parameters and buffers, as `preflight` sees to.
+    They differ if processes drew other random numbers when they built the module. It must have the same parameters and
+    buffers on all ranks, which `settle_layout` has compared.
+
+    Args:
+        module: still whole, with its values or on the meta device.
+        groups: of this rank.
     """
     if groups.world.size() == 1:
         return
@@ -39,7 +44,7 @@ def agree_on_weights(module: nn.Module, groups: Groups) -> None:
 
 
 def _checksum(tensor: Tensor) -> float | None:
-    """A number that differs where values do, near enough; None on the meta device."""
+    """A number that differs if values do, which is all but certain; None for a tensor on the meta device."""
     if tensor.is_meta:
         return None
     total = torch.zeros((), dtype=torch.float64, device=tensor.device)

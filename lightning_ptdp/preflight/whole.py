@@ -19,9 +19,16 @@ from lightning_ptdp.preflight.weights import agree_on_weights
 def take_leave_of_the_whole(
     trainer: pl.Trainer, module: pl.LightningModule, layout: Layout, config: ParallelConfig, groups: Groups
 ) -> None:
-    """Summarise the whole module, agree on its weights, and say on rank 0 how it is about to be split.
+    """Do what takes the whole module: summarise it, agree on its weights, and say on rank 0 how it will be split.
 
-    Of a module that an earlier run has split, the summary of then is shown again, and nothing is said.
+    Of a module that an earlier run has split, the summary of that time is shown again, and nothing is said.
+
+    Args:
+        trainer: of the run.
+        module: the user's.
+        layout: how it will be split.
+        config: the strategy's arguments.
+        groups: of this rank.
     """
     is_whole = layout_of(module) is None
     has_summary = pin_summaries(trainer, module, is_whole=is_whole)

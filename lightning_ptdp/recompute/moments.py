@@ -1,7 +1,11 @@
 """What a forward starts from, besides its inputs: the second one starts there too, and leaves no trace.
 
-first forward    begin: note     run     end: forget what did not change
-second forward   go back to what was noted, run, and return to where things stood
+    first forward     a `Beginning` notes where something stands, the forward runs, and `Moment.end` forgets what the
+                      forward did not change
+    second forward    `Moment.again` goes back to what was noted; afterwards all returns to where it stood before
+
+There is a beginning for each thing that a forward may read besides its inputs: random generators, buffers and
+attributes of modules, the default dtype, modes of functions.
 """
 
 from __future__ import annotations
@@ -26,40 +30,43 @@ _ABSENT = object()
 
 
 class Moment(Protocol):
-    """Where something stood when a forward began."""
+    """Where something stood when a first forward began."""
 
     def end(self) -> None:
-        """The forward is over: forget what it did not change."""
+        """Forget what the first forward did not change, now that it is over: no second one has to go back to it."""
 
     def again(self) -> AbstractContextManager[None]:
-        """Within, it stands there again; afterwards where it stood before."""
+        """Go back for a second forward: within the context it stands there again, afterwards where it stood before."""
 
 
 Beginning = Callable[[], Moment]
-"""Notes where something stands."""
+"""Called before a first forward; notes where something stands."""
 
 
 def is_recomputing() -> bool:
-    """Whether this thread is in a second forward, whose side effects were had before."""
+    """Whether this thread runs a second forward: what that does besides computing, the first one has done already."""
     return getattr(_running, "depth", 0) > 0
 
 
-class First:
-    """Around a first forward."""
+class FirstForward:
+    """The context of a first forward, whose moments were noted before it: ends them when it is over."""
 
     def __init__(self, moments: Sequence[Moment]) -> None:
         self._moments = moments
 
     def __enter__(self) -> None:
-        """Moments were noted before."""
+        """Do nothing."""
 
     def __exit__(self, *_: object) -> None:
         for moment in self._moments:
             moment.end()
 
 
-class Again:
-    """Around a second forward; a graph that is kept has several."""
+class SecondForward:
+    """The context of a second forward, within which all moments stand again.
+
+    It is entered more than once if backward runs again through the same graph (`retain_graph=True`).
+    """
 
     def __init__(self, moments: Sequence[Moment]) -> None:
         self._moments = moments
@@ -78,17 +85,17 @@ class Again:
 
 
 class DefaultDtype:
-    """Of new tensors: a step in 16 or 64 bits changes it, and its backward runs outside."""
+    """The dtype of new tensors: a precision plugin changes it around the user's step, and backward runs outside."""
 
     def __init__(self) -> None:
         self._dtype = torch.get_default_dtype()
 
     def end(self) -> None:
-        """It is needed again."""
+        """Keep it: whether it changes before the second forward is not known yet."""
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """Make tensors as in the first forward."""
+        """Make new tensors of the dtype that they had in the first forward."""
         present = torch.get_default_dtype()
         torch.set_default_dtype(self._dtype)
         try:
@@ -98,17 +105,21 @@ class DefaultDtype:
 
 
 class FunctionModes:
-    """Of operations, such as a default device. `backward` is one itself: the modes that see it leave for its time."""
+    """The modes (`TorchFunctionMode`) that operations pass through, such as the one of a default device.
+
+    `Tensor.backward` passes through them, too, and a mode is off while it handles a call. So it would be off for the
+    second forward, which runs within backward.
+    """
 
     def __init__(self) -> None:
         self._modes = function_modes()
 
     def end(self) -> None:
-        """They are needed again."""
+        """Keep them: whether they are off in the second forward is not known yet."""
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """Enter those that have left since."""
+        """Enter those of the first forward's modes that are off, if all others are the same."""
         present = function_modes()
         with ExitStack() as stack:
             if self._modes[: len(present)] == present:
@@ -118,41 +129,44 @@ class FunctionModes:
 
 
 class Draws:
-    """PyTorch's default generators, of those that the forward drew from."""
+    """Where PyTorch's default generators stood, of the host and of a device."""
 
     def __init__(self, device: torch.device) -> None:
         self._states = states_of(generators(device))
 
     def end(self) -> None:
-        """Keep no state that was not moved: it is 5 kB on a CPU."""
+        """Keep the states of those generators only that the forward drew from: one takes 5 kB on a CPU."""
         self._states = [(g, state) for g, state in self._states if not torch.equal(state, g.get_state())]
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """Draw the same again."""
+        """Draw the same numbers again."""
         with drawing_from(self._states):
             yield
 
 
 class HostDraws:
-    """Makes moments of Python's and NumPy's generators, whose states take longer to read than a small layer to run.
+    """Notes where Python's and NumPy's generators stand, if blocks draw from them.
 
-    Blocks seldom draw from them: they are followed where the first forward of all did.
+    To read their states takes longer than to run a small layer, and blocks seldom draw from them. So the first forward
+    of all tells: if it did not move them, later forwards are taken not to.
     """
 
     def __init__(self) -> None:
         self._draws: bool | None = None
 
     def begin(self) -> Moment:
-        """Note where they stand, if that may matter."""
+        """Note where they stand, unless forwards are known not to draw from them."""
         return _NoMoment() if self._draws is False else _HostMoment(self)
 
     def tell(self, *, draws: bool) -> None:
-        """Whether a forward drew from them."""
+        """Take note of whether a forward drew from them."""
         self._draws = self._draws or draws
 
 
 class _HostMoment:
+    """Where Python's and NumPy's generators stood."""
+
     def __init__(self, owner: HostDraws) -> None:
         self._owner, self._state = owner, HostState()
 
@@ -170,6 +184,8 @@ class _HostMoment:
 
 
 class _NoMoment:
+    """Nothing was noted, and nothing is gone back to."""
+
     def end(self) -> None:
         pass
 
@@ -181,7 +197,8 @@ class _NoMoment:
 class ModuleState:
     """Buffers and plain attributes of modules, such as running statistics and counters.
 
-    The second forward begins with those that the first one found, and works on copies.
+    The second forward begins with the values that the first one found, and works on copies of them, so that statistics
+    move once a batch.
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
@@ -189,14 +206,14 @@ class ModuleState:
         self._notes = [_Note(store, owner) for owner in modules for store in _stores(owner)]
 
     def end(self) -> None:
-        """Keep what changed."""
+        """Keep the former values of what the forward changed."""
         for note in self._notes:
             note.end()
         self._notes = [note for note in self._notes if note.changed]
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """Put the noted values in place, and afterwards the present ones."""
+        """Give the modules the noted values, and afterwards those that they have at present."""
         present = [(store, dict(store)) for owner in self._modules for store in _stores(owner)]
         for owner in self._modules:
             buffers_of(owner).update({name: _copied(buffer) for name, buffer in buffers_of(owner).items()})
@@ -212,12 +229,16 @@ class ModuleState:
 
 
 def _stores(owner: nn.Module) -> list[dict[str, Any]]:
-    """Where a module holds buffers and attributes."""
+    """The dicts in which a module holds its buffers and its attributes."""
     return [buffers_of(owner), vars(owner)] if buffers_of(owner) else [vars(owner)]
 
 
 class _Note:
-    """The values of one store. changed: those that the forward found in what it then replaced or edited."""
+    """What one dict of a module held before a forward.
+
+    changed: once the forward is over, the former values of the entries that it replaced, edited in place or removed;
+    `_ABSENT` for those that it added.
+    """
 
     def __init__(self, store: dict[str, Any], owner: nn.Module) -> None:
         self._store, self._before = store, dict(store)
@@ -232,7 +253,7 @@ class _Note:
     def end(self) -> None:
         store, before = self._store, self._before
         copies = {name: copy for name, (copy, _) in self._editable.items()}
-        if self._is_norm:  # edits its statistics without a trace
+        if self._is_norm:  # batch norms edit their statistics without counting it in the tensors' versions
             self.changed = copies
         else:
             self.changed = {n: copies[n] for n, (_, mark) in self._editable.items() if _mark(before[n]) != mark}
@@ -255,14 +276,17 @@ def _are_same(store: dict[str, Any], values: dict[str, Any]) -> bool:
 
 
 def _copied(value: Any) -> Any:
-    """What a forward may edit in place: a copy of it. Anything else is itself."""
+    """A copy of what a forward may edit in place (a container, a tensor without gradient); all else as it is."""
     if isinstance(value, Tensor):
         return value if value.requires_grad else value.clone()
     return value.copy() if type(value) in _CONTAINERS else value
 
 
 def _mark(value: Any) -> Any:
-    """Differs where a value was edited in place."""
+    """What to compare before and after a forward, which differs if it edited the value in place.
+
+    For a tensor its count of edits, for a container the identities of what it holds.
+    """
     if isinstance(value, Tensor):
         return None if value.is_inference() else version_of(value)
     return [*map(id, value), *map(id, value.values())] if type(value) is dict else [*map(id, value)]

@@ -5,8 +5,8 @@
 
 `ScoreTape` watches the operations of a forward below autograd, where PyTorch's own functions are taken apart: from each
 batched product on it notes what is done with the result. When what came through a softmax enters another product, the
-operations in between are a *span*: tensors that autograd saved of it are let go, and computed again when backward asks
-for the first of them. Linear layers, collectives and modules are not among those operations.
+operations in between are a *stretch*: tensors that autograd saved of it are let go, and computed again when backward
+asks for the first of them. Linear layers, collectives and modules are not among those operations.
 """
 
 from __future__ import annotations
@@ -31,16 +31,19 @@ _PRODUCTS = (torch.ops.aten.bmm.default, torch.ops.aten.baddbmm.default)
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """A tensor that a span starts from."""
+    """A tensor that a stretch starts from, such as queries, keys or a mask, which is kept.
+
+    version: its count of edits when it was read.
+    """
 
     tensor: Tensor
     version: int
 
     def value(self) -> Tensor:
-        """The tensor.
+        """Return the tensor.
 
         Raises:
-            RuntimeError: it was edited since.
+            RuntimeError: it was edited in place since it was read.
         """
         if _version(self.tensor) != self.version:
             raise RuntimeError(
@@ -51,39 +54,43 @@ class _Kept:
         return self.tensor
 
 
-class _Saved:
-    """A tensor that autograd saved, or where to compute it again."""
+class _SavedTensor:
+    """Stands for a tensor that autograd saved: holds it, or the stretch that computes it again.
 
-    __slots__ = ("__weakref__", "_span", "_tensor", "_version", "view")
+    view: where it lies among the storages of watched operations; None if it lies in none.
+    """
+
+    __slots__ = ("__weakref__", "_stretch", "_tensor", "_version", "view")
 
     def __init__(self, tensor: Tensor, view: Region[int] | None) -> None:
         self._tensor: Tensor | None = tensor
         self._version = version_of(tensor)
-        self._span: Span | None = None
+        self._stretch: Stretch | None = None
         self.view = view
 
-    def let_go(self, span: Span) -> None:
-        """Forget the tensor, unless it was edited since."""
+    def let_go(self, stretch: Stretch) -> None:
+        """Forget the tensor, which the stretch computes again, unless it was edited since it was saved."""
         if self._tensor is not None and version_of(self._tensor) == self._version:
-            self._span, self._tensor = span, None
+            self._stretch, self._tensor = stretch, None
 
     def fill(self, tensor: Tensor) -> None:
         """Take the tensor that was computed again, until it is asked for."""
         self._tensor = tensor
 
-    def is_of(self, span: Span) -> bool:
-        """Whether the span is to compute it."""
-        return self._span is span
+    def is_of(self, stretch: Stretch) -> bool:
+        """Whether this stretch computes it again."""
+        return self._stretch is stretch
 
     def take(self) -> Tensor:
-        """The tensor, for autograd.
+        """Return the tensor to autograd; if it was let go, all of its stretch is computed.
 
         Raises:
-            RuntimeError: it was edited in place since; autograd itself does not look where hooks are.
+            RuntimeError: it was kept, and edited in place since. Autograd itself does not check tensors that hooks
+                return.
         """
-        if self._span is not None:
+        if self._stretch is not None:
             if self._tensor is None:
-                self._span.replay()
+                self._stretch.replay()
             tensor, self._tensor = self._tensor, None
             assert tensor is not None, "computed again"
             return tensor
@@ -97,21 +104,37 @@ class _Saved:
 
 
 @dataclass(eq=False)
-class _Operation:
-    """One operation on what follows from a product. reads: storages, each with the operation that filled it last."""
+class _WatchedOperation:
+    """A batched product, or an operation on what follows from one.
+
+    Attributes:
+        func: the operation.
+        arguments: its arguments as a flat list, with a `_View` or a `_Kept` in the place of each tensor.
+        structure: puts them together again.
+        states: the generators that it draws from, and where they stood.
+        reads: the watched operations that filled, last, what it reads; none for a product, at which stretches begin.
+        comes_from_softmax: whether it is a softmax or follows from one.
+        results: the tensors that it made, each by its number among the outputs and the identity of its storage.
+        saved: what autograd saved of the storages that it filled.
+        stretch: the one that computes it again, if any.
+    """
 
     func: OpOverload
     arguments: list[Any]
     structure: pytree.TreeSpec
     states: list[tuple[torch.Generator, Tensor]]
-    reads: list[_Operation]
+    reads: list[_WatchedOperation]
     comes_from_softmax: bool
     results: list[tuple[int, int]] = field(default_factory=list)
-    saved: list[weakref.ref[_Saved]] = field(default_factory=list)
-    span: Span | None = None
+    saved: list[weakref.ref[_SavedTensor]] = field(default_factory=list)
+    stretch: Stretch | None = None
 
     def run(self, storages: dict[int, UntypedStorage]) -> None:
-        """Compute it on other storages, with the same draws."""
+        """Run it again with the same draws, and add its results.
+
+        Args:
+            storages: those computed again so far, by the identity of their counterpart in the first forward.
+        """
         leaves = [
             leaf.on(storages[leaf.storage])
             if isinstance(leaf, Region)
@@ -126,16 +149,18 @@ class _Operation:
         storages.update((storage, outputs[i].untyped_storage()) for i, storage in self.results)
 
 
-class Span:
-    """The operations behind what enters a product with values, in order."""
+class Stretch:
+    """The operations between two products: from that of queries and keys to what enters that with the values."""
 
-    def __init__(self, operations: Sequence[_Operation]) -> None:
+    def __init__(self, operations: Sequence[_WatchedOperation]) -> None:
+        """operations: in the order in which they ran. Of each a copy is held, which keeps no other one alive."""
         self._operations = [
-            _Operation(o.func, o.arguments, o.structure, o.states, [], False, o.results, o.saved) for o in operations
+            _WatchedOperation(o.func, o.arguments, o.structure, o.states, [], False, o.results, o.saved)
+            for o in operations
         ]
 
     def replay(self) -> None:
-        """Compute all that was let go and that backward has not dropped."""
+        """Run all operations again, and fill the tensors that were let go, if autograd still holds them."""
         storages: dict[int, UntypedStorage] = {}
         kept = next(leaf for o in self._operations for leaf in o.arguments if isinstance(leaf, _Kept))
         with torch.no_grad(), torch.autocast(kept.tensor.device.type, enabled=False):
@@ -149,31 +174,35 @@ class Span:
 
 
 class ScoreTape(TorchDispatchMode):
-    """Watches one forward. num_spans: how many were found."""
+    """Watches the operations of one forward, and lets go of what is saved of attention scores.
+
+    num_stretches: how many were found.
+    """
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._generators = generators(device)
-        self._made: dict[int, _Operation] = {}
+        self._made: dict[int, _WatchedOperation] = {}
         self._pins: list[StorageWeakRef] = []
-        self._order: list[_Operation] = []
-        self.num_spans = 0
+        self._order: list[_WatchedOperation] = []
+        self.num_stretches = 0
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Within, operations are watched, and what autograd saves."""
-        with saved_tensors_hooks(self._pack, _Saved.take), self:
+        """Watch, within the context, operations and what autograd saves."""
+        with saved_tensors_hooks(self._pack, _SavedTensor.take), self:
             yield
 
-    def _pack(self, tensor: Tensor) -> _Saved:
+    def _pack(self, tensor: Tensor) -> _SavedTensor:
+        """Take a tensor that autograd saves: from a stretch that is known already it is not kept."""
         storage = _storage(tensor) if self._made else 0
         operation = self._made.get(storage)
         if operation is None:
-            return _Saved(tensor, None)
-        saved = _Saved(tensor, Region.of(tensor, storage))
+            return _SavedTensor(tensor, None)
+        saved = _SavedTensor(tensor, Region.of(tensor, storage))
         operation.saved.append(weakref.ref(saved))
-        if operation.span is not None:
-            saved.let_go(operation.span)
+        if operation.stretch is not None:
+            saved.let_go(operation.stretch)
         return saved
 
     def __torch_dispatch__(
@@ -202,7 +231,7 @@ class ScoreTape(TorchDispatchMode):
         ]
         states = self._states(func, leaves)
         comes = "softmax" in str(func) or func is torch.ops.aten.exp.default
-        operation = _Operation(
+        operation = _WatchedOperation(
             func,
             arguments,
             structure,
@@ -214,8 +243,17 @@ class ScoreTape(TorchDispatchMode):
         self._note(operation, output, given, edited(func, args, kwargs))
         return output
 
-    def _note(self, operation: _Operation, output: Any, given: set[int], written: Sequence[Tensor]) -> None:
-        """Take an operation down by the storages that it filled; one that edits anything else is in no span."""
+    def _note(self, operation: _WatchedOperation, output: Any, given: set[int], written: Sequence[Tensor]) -> None:
+        """Note an operation that has run by the storages that it filled.
+
+        One that edits a storage which no watched operation filled is not noted, and so in no stretch.
+
+        Args:
+            operation: what ran.
+            output: what it returned.
+            given: identities of the storages of its arguments.
+            written: the arguments that it edited.
+        """
         changed = [_storage(tensor) for tensor in written]
         if any(storage not in self._made for storage in changed):
             return
@@ -231,27 +269,27 @@ class ScoreTape(TorchDispatchMode):
             self._made.update(dict.fromkeys(filled, operation))
             self._order.append(operation)
 
-    def _close(self, ends: Sequence[_Operation]) -> None:
-        """Let go of what was saved of the operations behind these."""
+    def _close(self, ends: Sequence[_WatchedOperation]) -> None:
+        """Make a stretch of these operations and all that they follow from, and let go of what is saved of it."""
         needed, waiting = set(ends), list(ends)
         while waiting:
             new = [operation for operation in waiting.pop().reads if operation not in needed]
             needed.update(new)
             waiting += new
-        if all(operation.span is not None for operation in needed):
+        if all(operation.stretch is not None for operation in needed):
             return
-        span = Span([operation for operation in self._order if operation in needed])
-        self.num_spans += 1
+        stretch = Stretch([operation for operation in self._order if operation in needed])
+        self.num_stretches += 1
         for operation in needed:
-            if operation.span is None:
-                operation.span = span
+            if operation.stretch is None:
+                operation.stretch = stretch
                 for reference in operation.saved:
                     saved = reference()
                     if saved is not None:
-                        saved.let_go(span)
+                        saved.let_go(stretch)
 
     def _states(self, func: OpOverload, leaves: Sequence[Any]) -> list[tuple[torch.Generator, Tensor]]:
-        """Where the generators stand that an operation draws from."""
+        """The generators that an operation draws from, and where they stand; none if it draws nothing."""
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return []
         given = [leaf for leaf in leaves if isinstance(leaf, torch.Generator)]
@@ -268,31 +306,34 @@ def _tensors(args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[Tensor]:
 
 
 def _version(tensor: Tensor) -> int:
-    """How often it was edited; tensors of inference do not count."""
+    """How often a tensor was edited in place; 0 for inference tensors, which keep no count."""
     return 0 if tensor.is_inference() else version_of(tensor)
 
 
 def _storage(tensor: Tensor) -> int:
+    """The identity of a tensor's storage."""
     number: int = StorageWeakRef(tensor.untyped_storage()).cdata
     return number
 
 
-Forward = Callable[..., Any]
-
-
 @dataclass
 class Scores:
-    """Recomputes the attention scores of one module. num_spans: of its last forward with a graph; None before."""
+    """Wraps the forward of one block, whose attention scores are then computed again in backward.
+
+    Attributes:
+        device: where the block computes.
+        num_stretches: how many were found in its last forward with a graph; None before the first.
+    """
 
     device: torch.device
-    num_spans: int | None = None
+    num_stretches: int | None = None
 
-    def __call__(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the forward, and let go of scores."""
+    def __call__(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the forward, and let go of its attention scores; without a graph, just run it."""
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         tape = ScoreTape(self.device)
         with tape.watching():
             output = forward(*args, **kwargs)
-        self.num_spans = tape.num_spans
+        self.num_stretches = tape.num_stretches
         return output

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from lightning_ptdp.checkpoint.rectangles import Place
+from lightning_ptdp.checkpoint.rectangles import Location
 from lightning_ptdp.tensor_parallel.shard import Shard
 
 CASES = {
@@ -24,18 +24,18 @@ CASES = {
 
 
 def locals_of(whole, shard, t):
-    """What each tensor rank holds, and its place."""
+    """What each tensor rank holds, and its location."""
     if shard is None:
-        return [(whole.clone(), Place.whole(tuple(whole.shape)))]
+        return [(whole.clone(), Location.whole(tuple(whole.shape)))]
     cuts = [shard.cut(whole, rank, t) for rank in range(t)]
-    return [(cut, Place.sharded(tuple(cut.shape), shard, rank, t)) for rank, cut in enumerate(cuts)]
+    return [(cut, Location.sharded(tuple(cut.shape), shard, rank, t)) for rank, cut in enumerate(cuts)]
 
 
 def joined(size, parts):
     whole = torch.full(size, torch.nan)
-    for placed in parts:
-        assert placed.size == size
-        for rectangle in placed.rectangles:
+    for located in parts:
+        assert located.size == size
+        for rectangle in located.rectangles:
             box = tuple(slice(o, o + n) for o, n in zip(rectangle.offset, rectangle.view.shape, strict=True))
             assert whole[box].isnan().all(), "an element is held twice"
             whole[box] = rectangle.view
@@ -47,7 +47,7 @@ def joined(size, parts):
 def test_shards_make_up_the_whole(case, t):
     size, shard = CASES[case]
     whole = torch.arange(1.0, 1 + torch.Size(size).numel()).view(size)
-    assert torch.equal(joined(size, [place.of(local) for local, place in locals_of(whole, shard, t)]), whole)
+    assert torch.equal(joined(size, [location.of(local) for local, location in locals_of(whole, shard, t)]), whole)
 
 
 @pytest.mark.parametrize("d", [1, 2, 3, 7])
@@ -57,10 +57,10 @@ def test_runs_of_flattened_shards_make_up_the_whole(case, t, d):
     size, shard = CASES[case]
     whole = torch.arange(1.0, 1 + torch.Size(size).numel()).view(size)
     parts = []
-    for local, place in locals_of(whole, shard, t):
+    for local, location in locals_of(whole, shard, t):
         flat = local.reshape(-1)
         bounds = [i * flat.numel() // d for i in range(d + 1)]
-        parts += [place.run(a, b - a).of(flat[a:b].clone()) for a, b in itertools.pairwise(bounds)]
+        parts += [location.piece(a, b - a).of(flat[a:b].clone()) for a, b in itertools.pairwise(bounds)]
     assert torch.equal(joined(size, parts), whole)
 
 
@@ -68,13 +68,13 @@ def test_runs_of_flattened_shards_make_up_the_whole(case, t, d):
 def test_each_rank_takes_its_part_of_the_whole(case):
     size, shard = CASES[case]
     whole = torch.arange(1.0, 1 + torch.Size(size).numel()).view(size)
-    for local, place in locals_of(whole, shard, 2):
+    for local, location in locals_of(whole, shard, 2):
         taken = torch.full_like(local, torch.nan)
-        place.of(taken).take(whole)
+        location.of(taken).take(whole)
         assert torch.equal(taken, local)
 
 
 def test_run_of_rows_is_one_rectangle():
-    place = Place.whole((100, 50))
-    assert len(place.run(7 * 50, 40 * 50).of(torch.zeros(40 * 50)).rectangles) == 1
-    assert len(place.run(7 * 50 - 3, 40 * 50 + 7).of(torch.zeros(40 * 50 + 7)).rectangles) == 3
+    location = Location.whole((100, 50))
+    assert len(location.piece(7 * 50, 40 * 50).of(torch.zeros(40 * 50)).rectangles) == 1
+    assert len(location.piece(7 * 50 - 3, 40 * 50 + 7).of(torch.zeros(40 * 50 + 7)).rectangles) == 3

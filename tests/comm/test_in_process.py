@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from lightning_ptdp.comm import collectives as c
 from lightning_ptdp.comm.groups import Groups
-from lightning_ptdp.comm.in_process import InProcessWorld, place_in
+from lightning_ptdp.comm.in_process import InProcessWorld, rank_in
 from lightning_ptdp.comm.p2p import Messenger
 from lightning_ptdp.topology import Topology
 from tests.spmd import run_spmd
@@ -161,7 +161,7 @@ def test_first_failure_ends_all_ranks():
 
 
 def place_of_two(ranks):
-    return place_in(dist.group.WORLD, 1), ranks
+    return rank_in(dist.group.WORLD, 1), ranks
 
 
 def test_place_in_a_group_of_processes_is_torchs():

@@ -32,15 +32,16 @@ def operations(library: Path, function: str) -> Any:
 def _bindings() -> ctypes.CDLL:
     folder = build.torch_folder()
     flags = ("-DPTDP_TESTED", "-DPTDP_NAMESPACE=ptdp_test")
-    path = build.cached(build.plan(build.sources(), build.compiler(), folder, levels=(), nvcc=None, extra=flags))
+    commands = build.commands_for(build.sources(), build.compiler(), folder, levels=(), nvcc=None, extra=flags)
+    path = build.cached(commands)
     torch.ops.load_library(str(path))
     return ctypes.CDLL(str(path))
 
 
 def cpu_table(level: str) -> tuple[Path, str]:
     """The kernels for one of the CPU's instruction sets, and the function that returns them."""
-    plan = build.plan(build.sources(), build.compiler(), build.torch_folder(), levels=(level,), nvcc=None)
-    objects = {"kernels.o": tuple(f for f in plan.objects[f"cpu_{level}.o"] if f != "-fvisibility=hidden")}
+    commands = build.commands_for(build.sources(), build.compiler(), build.torch_folder(), levels=(level,), nvcc=None)
+    objects = {"kernels.o": tuple(f for f in commands.objects[f"cpu_{level}.o"] if f != "-fvisibility=hidden")}
     return _shared(build.sources(), objects), f"ptdp_cpu_{level}"
 
 
@@ -64,18 +65,22 @@ def cuda_object() -> tuple[Path, str]:
     # the last argument is where the object goes; what is beside its folder stays
     script = 'for out; do :; done; log="${out%/*}/../ptxas.log"; "$@" >"$log" 2>&1 || { cat "$log"; exit 1; }'
     command = ("sh", "-c", script, "sh", *build.cuda_command(nvcc, "-Xptxas", "-v"))
-    compiled = build.cached(build.Plan(build.sources(), {}, command))
+    compiled = build.cached(build.Commands(build.sources(), {}, command))
     return compiled, (compiled.parent / "ptxas.log").read_text()
 
 
 def linked_with_cuda(namespace: str) -> Path:
     """The library as a wheel for CUDA carries it, with the CPU's baseline."""
-    name, folder = (f"-DPTDP_NAMESPACE={namespace}",), build.torch_folder()
-    plan = build.plan(build.sources(), build.compiler(), folder, levels=("baseline",), nvcc=build.nvcc(), extra=name)
+    flags, folder = (f"-DPTDP_NAMESPACE={namespace}",), build.torch_folder()
+    commands = build.commands_for(
+        build.sources(), build.compiler(), folder, levels=("baseline",), nvcc=build.nvcc(), extra=flags
+    )
     cuda, _ = cuda_object()
-    link = tuple(str(cuda) if part == "cuda.o" else part for part in plan.link)
-    return build.cached(build.Plan(plan.sources, {k: v for k, v in plan.objects.items() if k != "cuda.o"}, link))
+    link = tuple(str(cuda) if part == "cuda.o" else part for part in commands.link)
+    return build.cached(
+        build.Commands(commands.sources, {k: v for k, v in commands.objects.items() if k != "cuda.o"}, link)
+    )
 
 
 def _shared(folder: Path, objects: dict[str, tuple[str, ...]]) -> Path:
-    return build.cached(build.Plan(folder, objects, (build.compiler(), "-shared", *objects)))
+    return build.cached(build.Commands(folder, objects, (build.compiler(), "-shared", *objects)))

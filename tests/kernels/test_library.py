@@ -37,10 +37,10 @@ def start(folder: Path, compiler: Path) -> subprocess.Popen[str]:
     sources.mkdir(exist_ok=True)
     (sources / "a.cpp").touch()
     code = HERE + textwrap.dedent(f"""
-        plan = builder.Plan(builder.Path({str(sources)!r}), {{"a.o": ({str(compiler)!r}, "a.cpp")}},
+        commands = builder.Commands(builder.Path({str(sources)!r}), {{"a.o": ({str(compiler)!r}, "a.cpp")}},
                             ({str(compiler)!r}, "a.o"))
         try:
-            print(json.dumps(str(builder.cached(plan, again=len(sys.argv) > 1))))
+            print(json.dumps(str(builder.cached(commands, again=len(sys.argv) > 1))))
         except builder.BuildError as error:
             print(json.dumps({{"error": str(error)}}))
     """)
@@ -90,16 +90,16 @@ def test_failed_build_shows_the_compiler_s_last_words_and_is_not_tried_each_time
 )
 def test_what_cannot_be_built_is_refused_with_a_reason(variables, reason):
     with patch.dict(os.environ, variables), pytest.raises(build.BuildError, match=reason.replace("+", r"\+")):
-        build.make_plan()
+        build.commands_here()
 
 
 def test_digest_follows_sources_and_flags(tmp_path):
     (tmp_path / "a.cpp").write_text("1")
-    plans = [build.Plan(tmp_path, {"a.o": ("true", flag)}, ("true",)) for flag in ("-O2", "-O3", "-O2")]
-    first, second, third = (plan.digest for plan in plans)
+    kinds = [build.Commands(tmp_path, {"a.o": ("true", flag)}, ("true",)) for flag in ("-O2", "-O3", "-O2")]
+    first, second, third = (commands.digest for commands in kinds)
     assert first == third != second
     (tmp_path / "a.cpp").write_text("2")
-    assert plans[0].digest != first
+    assert kinds[0].digest != first
 
 
 def test_without_a_library_references_run_and_the_line_says_why():

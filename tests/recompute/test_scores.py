@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from lightning_ptdp import kernels
-from lightning_ptdp.recompute import install, plan
+from lightning_ptdp.recompute import choose, install
 from tests.live import LiveStorages
 
 CPU = torch.device("cpu")
@@ -135,7 +135,7 @@ def run(kind, mix, *, selective, dtype=torch.float32, autocast=False):
     torch.manual_seed(0)
     net = Net(kind, mix).to(dtype)
     names = [["blocks.0", "blocks.1"]]
-    installed = install(net, plan(net, names, kind="selective"), [0], CPU, []) if selective else None
+    installed = install(net, choose(net, names, kind="selective"), [0], CPU, []) if selective else None
     x = torch.randn(B, S, H, dtype=dtype)
     with LiveStorages() as live, torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         loss = net(x)
@@ -173,7 +173,7 @@ def test_where_there_are_no_scores_nothing_changes_and_the_user_is_told(mix):
 def test_a_mask_that_is_edited_before_backward_is_an_error():
     mask = torch.zeros(S, S)
     net = Net(Block, lambda q, k, v: (q @ k.mT + mask).softmax(-1) @ v)
-    install(net, plan(net, [["blocks.0", "blocks.1"]], kind="selective"), [0], CPU, [])
+    install(net, choose(net, [["blocks.0", "blocks.1"]], kind="selective"), [0], CPU, [])
     loss = net(torch.randn(B, S, H))
     mask.fill_(1.0)
     with pytest.raises(RuntimeError, match=r"one of shape \(48, 48\) was edited in place"):
@@ -188,7 +188,7 @@ def test_what_autograd_would_refuse_is_refused():
         return written_out(q, k, kept)
 
     net = Net(Block, edits)
-    install(net, plan(net, [["blocks.0", "blocks.1"]], kind="selective"), [0], CPU, [])
+    install(net, choose(net, [["blocks.0", "blocks.1"]], kind="selective"), [0], CPU, [])
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         net(torch.randn(B, S, H)).backward()
 
@@ -210,7 +210,7 @@ class Cored(nn.Module):
 )
 def test_named_modules_are_those_that_run_again(patterns, expected):
     net, ran = Net(lambda _: Cored(), None), []
-    found = plan(net, [["blocks.0", "blocks.1"]], kind="selective", layers=1, patterns=patterns)
+    found = choose(net, [["blocks.0", "blocks.1"]], kind="selective", layers=1, patterns=patterns)
     install(net, found, [0], CPU, [])
     for name, module in net.blocks[0].named_children():
         module.register_forward_hook(lambda *_, name=name: ran.append(name))

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from lightning_ptdp.pipeline.blocks import find_blocks
-from lightning_ptdp.recompute import install, plan
+from lightning_ptdp.recompute import choose, install
 from lightning_ptdp.tensor_parallel.heads import check_heads
 from lightning_ptdp.tensor_parallel.placement import place
 from lightning_ptdp.tensor_parallel.plan import find_plan
@@ -123,7 +123,7 @@ def test_scores_of_eager_attention_are_computed_again(make):
         path = find_blocks(module)
         names = [f"{path}.{name}" for name, _ in module.get_submodule(path).named_children()]
         if selective:
-            install(module, plan(module, [names], kind="selective"), [0], torch.device("cpu"), [])
+            install(module, choose(module, [names], kind="selective"), [0], torch.device("cpu"), [])
         with LiveStorages() as live:
             logits = module.model(input_ids=batch["ids"], use_cache=False).logits
         largest.append(live.largest(shape=(16, 16)))

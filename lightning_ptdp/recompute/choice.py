@@ -14,12 +14,15 @@ CORE_ATTENTION = "core_attention"
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What recomputes.
+class Choice:
+    """What recomputes, by names.
 
-    kind: "full" or "selective". stages: names of the blocks that do, of each stage in order. every: blocks of which
-    "full" keeps one input. modules: names of the modules that "selective" runs again; in blocks without any it follows
-    the scores.
+    Attributes:
+        kind: "full" runs blocks again, "selective" runs parts of them again.
+        stages: for each stage, the names of its blocks that recompute, in order.
+        every: "full" keeps one input for so many blocks in a row.
+        modules: names of the modules that "selective" runs again. In a block without any it computes attention scores
+            again (`scores`).
     """
 
     kind: str
@@ -29,11 +32,11 @@ class Plan:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks that recompute."""
+        """Number of blocks that recompute, in all stages."""
         return sum(map(len, self.stages))
 
 
-def plan(
+def choose(
     module: nn.Module,
     stages: Sequence[Sequence[str]],
     *,
@@ -41,11 +44,20 @@ def plan(
     every: int = 1,
     layers: int | Sequence[int] | None = None,
     patterns: Sequence[str] = (),
-) -> Plan:
-    """The plan for a module.
+) -> Choice:
+    """Choose what recomputes in a module.
 
-    stages: names of the blocks of each stage. every, layers, patterns: `recompute_every`, `recompute_layers` and
-    `recompute_modules`.
+    Args:
+        module: the whole one.
+        stages: for each stage, the names of its blocks.
+        kind: "full" or "selective", as `recompute` of the configuration.
+        every: `recompute_every`, blocks for which "full" keeps one input.
+        layers: `recompute_layers`, how many of a stage's first blocks recompute: of each stage, or one number for all.
+            None takes all blocks.
+        patterns: `recompute_modules`, dotted names with stars of what "selective" runs again.
+
+    Returns:
+        The choice. Of "selective" modules that lie in one another it has the outermost.
 
     Raises:
         ValueError: a stage has fewer blocks than it is to recompute, or a pattern matches no module in the blocks.
@@ -59,7 +71,7 @@ def plan(
         )
     chosen = tuple(tuple(blocks[:n]) for n, blocks in zip(counts, stages, strict=True))
     if kind == "full":
-        return Plan(kind, chosen, every)
+        return Choice(kind, chosen, every)
     names = {name: [p for p in patterns if matches(p, name)] for name in _inside(module, stages)}
     unmatched = set(patterns) - {pattern for found in names.values() for pattern in found}
     if unmatched:
@@ -70,11 +82,11 @@ def plan(
     recomputed = _inside(module, chosen)
     wanted = [name for name in recomputed if names[name] or (not patterns and _last(name) == CORE_ATTENTION)]
     outermost = [name for name in wanted if not any(name.startswith(f"{other}.") for other in wanted)]
-    return Plan(kind, chosen, modules=tuple(outermost))
+    return Choice(kind, chosen, modules=tuple(outermost))
 
 
 def _inside(module: nn.Module, stages: Sequence[Sequence[str]]) -> list[str]:
-    """Names of all modules below the blocks."""
+    """Full names of all modules below the blocks."""
     return [
         f"{block}.{name}"
         for blocks in stages

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from lightning_ptdp.recompute import install, plan
+from lightning_ptdp.recompute import choose, install
 from tests.live import LiveStorages
 
 CPU = torch.device("cpu")
@@ -53,7 +53,7 @@ class Net(nn.Module):
 
 def recomputing(net, **settings):
     names = [f"blocks.{i}" for i in range(len(net.blocks))]
-    return install(net, plan(net, [names], kind="full", **settings), [0], CPU, [])
+    return install(net, choose(net, [names], kind="full", **settings), [0], CPU, [])
 
 
 @pytest.mark.parametrize(("every", "num_kept"), [(1, 6), (2, 3), (3, 2), (4, 2), (6, 1), (9, 1)])
