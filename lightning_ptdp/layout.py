@@ -21,7 +21,7 @@ from lightning_ptdp.tensor_parallel.placement import Placement, place, with_sequ
 from lightning_ptdp.tensor_parallel.plan import check_plan, find_plan, suggestion
 from lightning_ptdp.topology import Topology
 
-STATE_BYTES = 16  # bytes a parameter takes: float32 weight and gradient, two moments of Adam
+STATE_BYTES = 16  # bytes of a parameter of AdamW in float32: weight, gradient, two moments; docs/strategy.md says so
 STATE_FRACTION = 0.6  # the part of a device's memory that weights and states may take; the rest is for activations
 
 _ATTRIBUTE = "_ptdp_layout"

@@ -11,15 +11,15 @@ change no draw.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import numpy
 import torch
 from torch.distributed import ProcessGroup
 
 from lightning_ptdp.comm.collectives import broadcast_object
+from lightning_ptdp.generators import generators, go_to, random_state, set_random_state, states_of
 
 _MASK = (1 << 64) - 1
 
@@ -33,34 +33,6 @@ def mix(*numbers: int) -> int:
         state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
         state ^= state >> 31
     return state >> 1
-
-
-def generators(device: torch.device) -> tuple[torch.Generator, ...]:
-    """PyTorch's default generators that operations on the host and on `device` draw from."""
-    if device.type == "cuda":
-        index = device.index if device.index is not None else torch.cuda.current_device()
-        return torch.default_generator, torch.cuda.default_generators[index]
-    return (torch.default_generator,)
-
-
-def random_state(device: torch.device) -> dict[str, Any]:
-    """Note where the default generators (PyTorch's, NumPy's, Python's) stand, as plain values for a checkpoint."""
-    arrays: Any = numpy.random.get_state()
-    kind, keys, *rest = arrays
-    return {
-        "torch": [generator.get_state() for generator in generators(device)],
-        "python": random.getstate(),
-        "numpy": [kind, torch.from_numpy(keys.astype(numpy.int64)), *rest],
-    }
-
-
-def set_random_state(state: Mapping[str, Any], device: torch.device) -> None:
-    """Put the default generators where `random_state` found them, on a device of the same kind."""
-    for generator, position in zip(generators(device), state["torch"], strict=True):
-        generator.set_state(position)
-    random.setstate(state["python"])
-    kind, keys, *rest = state["numpy"]
-    numpy.random.set_state((kind, keys.numpy().astype(numpy.uint32), *rest))
 
 
 class RandomStreams:
@@ -120,38 +92,29 @@ class SplitRegion:
 
     Outside of it all peers are on one common stream. Within it each peer is on a stream of its own, which is seeded by
     a draw from the common one and by the peer's rank. So it repeats if the common one does, as in recomputation.
+
+    Attributes:
+        outside: where the common stream was left; None outside of the region. Recomputation sets it: a second forward
+            begins in or out of the region as the first one did.
     """
 
     def __init__(self, tensor_rank: int, device: torch.device) -> None:
         self._rank = tensor_rank
         self._generators = generators(device)
-        self._outside: list[torch.Tensor] | None = None
-
-    @property
-    def outside(self) -> list[torch.Tensor] | None:
-        """Where the common stream was left; None outside of the region.
-
-        Recomputation sets it: a second forward begins in or out of the region as the first one did.
-        """
-        return self._outside
-
-    @outside.setter
-    def outside(self, states: list[torch.Tensor] | None) -> None:
-        self._outside = states
+        self.outside: list[tuple[torch.Generator, torch.Tensor]] | None = None
 
     def enter(self) -> None:
         """Leave the common stream for the peer's own; does nothing within the region."""
-        if self._outside is not None:
+        if self.outside is not None:
             return
         seed = int(torch.randint(1 << 62, ()))
-        self._outside = [generator.get_state() for generator in self._generators]
+        self.outside = states_of(self._generators)
         for generator in self._generators:
             generator.manual_seed(mix(seed, 1 + self._rank))
 
     def leave(self) -> None:
         """Return to the common stream; does nothing outside of the region."""
-        if self._outside is None:
+        if self.outside is None:
             return
-        for generator, state in zip(self._generators, self._outside, strict=True):
-            generator.set_state(state)
-        self._outside = None
+        go_to(self.outside)
+        self.outside = None

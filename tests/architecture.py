@@ -36,20 +36,22 @@ UNITS: dict[str, Unit] = {
     "own_class": _unit(0),
     "host": _unit(0, "", "torch lightning torchmetrics"),  # its files know one of them each, and torch
     "schedule": _unit(0),
+    "generators": _unit(0, "", "torch numpy"),
     "kernels": _unit(0, "", "torch"),
     "data": _unit(1, "names", "torch lightning datasets tokenizers numpy rich"),
     "config": _unit(1, "topology"),  # derives d and m
-    "comm": _unit(1, "topology", "torch numpy"),
+    "regions": _unit(1, "host.torch", "torch"),
+    "comm": _unit(1, "generators topology", "torch"),
     "nn": _unit(1, "kernels", "torch"),
     "compat": _unit(2, "kernels nn", "torch"),
     "recipes": _unit(2, "nn data", "torch lightning torchmetrics transformers"),
-    "random_streams": _unit(2, "comm", "torch numpy"),
+    "random_streams": _unit(2, "comm generators", "torch numpy"),
     "data_parallel": _unit(2, "comm host.torch kernels own_class", "torch"),
     "pipeline": _unit(2, "comm host.torch names own_class schedule", "torch"),
     "tensor_parallel": _unit(3, "comm host.torch kernels names own_class random_streams", "torch numpy"),
-    "deferred_init": _unit(3, "host.torch names pipeline random_streams", "torch"),
-    "recompute": _unit(3, "host.torch names own_class random_streams", "torch numpy"),
-    "loaders": _unit(3, "comm host random_streams", "torch lightning rich"),
+    "deferred_init": _unit(3, "generators host.torch names pipeline random_streams regions", "torch"),
+    "recompute": _unit(3, "generators host.torch names own_class regions", "torch"),
+    "loaders": _unit(3, "comm generators host", "torch lightning rich"),
     "precision": _unit(3, "data_parallel host own_class", "torch lightning"),
     "layout": _unit(4, "config pipeline recompute schedule tensor_parallel topology", "torch"),
     "engine": _unit(
@@ -59,7 +61,7 @@ UNITS: dict[str, Unit] = {
         "torch numpy",
     ),
     "checkpoint": _unit(6, "comm engine host.torch tensor_parallel", "torch lightning safetensors transformers xxhash"),
-    "callbacks": _unit(7, "checkpoint comm engine host loaders random_streams topology", "torch lightning numpy"),
+    "callbacks": _unit(7, "checkpoint comm engine generators host loaders topology", "torch lightning numpy"),
     "steps": _unit(8, "callbacks comm engine host recompute topology", "torch lightning torchmetrics"),
     "preflight": _unit(
         8,
@@ -68,7 +70,8 @@ UNITS: dict[str, Unit] = {
     ),
     "check": _unit(
         9,
-        "callbacks comm config engine host kernels layout names own_class schedule steps tensor_parallel topology",
+        "callbacks comm config engine generators host kernels layout names own_class schedule steps tensor_parallel "
+        "topology",
         "torch lightning numpy",
     ),
     "run": _unit(9, "callbacks checkpoint comm config deferred_init engine layout steps", "torch lightning"),

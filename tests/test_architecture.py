@@ -1,5 +1,6 @@
 """The package keeps the rules of tests/architecture.py, and the rules catch what breaks them."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,13 @@ def test_source_keeps_the_rules(path):
 
 def test_everything_else_that_is_source_is_ascii():
     assert [path for path in OTHER_SOURCES if not path.read_bytes().isascii()] == []
+
+
+def test_documentation_names_every_room():
+    page = (CHECKOUT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    rooms = {line.split("|")[2] for line in page.splitlines() if line.startswith("|") and line.count("|") == 4}
+    named = {name.rstrip("/") for names in rooms for name in re.findall(r"`([\w/]+)`", names)}
+    assert UNITS.keys() - named == set()
 
 
 @pytest.mark.parametrize("name", UNITS)
@@ -143,7 +151,7 @@ SOUND = {
     "standard library": ("schedule/check.py", "import os.path\nfrom collections.abc import Iterator"),
     "own unit": ("schedule/check.py", "from .action import Op\nfrom lightning_ptdp.schedule import draw"),
     "lower layer": ("layout.py", "from lightning_ptdp import config\nimport lightning_ptdp.pipeline.runtime"),
-    "module at the top": ("recompute/choice.py", "from lightning_ptdp.random_streams import fork"),
+    "module at the top": ("recompute/choice.py", "from lightning_ptdp.generators import kept"),
     "front end": ("strategy.py", "import lightning.pytorch as pl\nfrom .precision import PTDPPrecision"),
     "recipe": (
         "recipes/gpt/module.py",

@@ -29,7 +29,7 @@ class LoopProgress(Callback):
         self.batch_idx, self.dataloader_idx, self.is_ghost = 0, 0, False
         self.num_samples: int | None = None
 
-    def _start(self, loaders: Any, batch: Any, batch_idx: int, dataloader_idx: int | None) -> None:
+    def _start(self, loaders: Any, batch: Any, batch_idx: int, dataloader_idx: int | None = None) -> None:
         """Note a batch, and whether it counts.
 
         Args:
@@ -53,27 +53,13 @@ class LoopProgress(Callback):
         """Note the batch."""
         self.num_samples = num_samples(batch)
 
-    def on_validation_batch_start(
-        self,
-        trainer: pl.Trainer,
-        pl_module: pl.LightningModule,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int | None = None,
-    ) -> None:
+    def on_validation_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *position: Any) -> None:
         """Note the batch."""
-        self._start(trainer.val_dataloaders, batch, batch_idx, dataloader_idx)
+        self._start(trainer.val_dataloaders, *position)
 
-    def on_test_batch_start(
-        self,
-        trainer: pl.Trainer,
-        pl_module: pl.LightningModule,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int | None = None,
-    ) -> None:
+    def on_test_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *position: Any) -> None:
         """Note the batch."""
-        self._start(trainer.test_dataloaders, batch, batch_idx, dataloader_idx)
+        self._start(trainer.test_dataloaders, *position)
 
     def on_predict_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0

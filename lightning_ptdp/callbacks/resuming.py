@@ -13,9 +13,9 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_ptdp.comm.collectives import gather_objects_to
 from lightning_ptdp.comm.groups import Groups
+from lightning_ptdp.generators import generators, random_state, set_random_state
 from lightning_ptdp.loaders.replicas import EvenLoader, leaves
 from lightning_ptdp.loaders.resumable import Position, ResumableLoader
-from lightning_ptdp.random_streams import generators, random_state, set_random_state
 
 KEY = "lightning_ptdp"
 """The key of a checkpoint under which the state of `Resuming` lies."""

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy
 import torch
 from torch import Tensor, nn
 
+from lightning_ptdp.generators import HostState
 from lightning_ptdp.host.torch import pytree
 
 
@@ -56,7 +55,7 @@ class CallTrace:
     running: list[str] = field(default_factory=list)
     draws: list[str] = field(default_factory=list)
     outputs: dict[tuple[str, int], Output] = field(default_factory=dict)
-    _states: list[tuple[Any, ...]] = field(default_factory=list)
+    _states: list[tuple[torch.Tensor, HostState]] = field(default_factory=list)
 
     def attach(self, module: nn.Module, *, draws: bool = False, outputs: bool = False) -> None:
         """Follow the calls of a module's parts from now on.
@@ -92,12 +91,11 @@ class CallTrace:
         module.register_forward_hook(after)
 
 
-def generator_states() -> tuple[Any, ...]:
+def generator_states() -> tuple[torch.Tensor, HostState]:
     """Where the default generators stand: PyTorch's on the host, NumPy's and Python's."""
-    _, words, position, *_ = numpy.random.get_state(legacy=True)
-    return torch.get_rng_state(), numpy.asarray(words).tobytes(), position, random.getstate()
+    return torch.get_rng_state(), HostState()
 
 
-def are_same_states(first: tuple[Any, ...], second: tuple[Any, ...]) -> bool:
+def are_same_states(first: tuple[torch.Tensor, HostState], second: tuple[torch.Tensor, HostState]) -> bool:
     """Whether no generator moved between two states."""
-    return torch.equal(first[0], second[0]) and first[1:] == second[1:]
+    return torch.equal(first[0], second[0]) and first[1] == second[1]

@@ -9,11 +9,12 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from lightning_ptdp.checkpoint.checked_files import SECTION, File
-from lightning_ptdp.checkpoint.errors import DamagedFileError
+from lightning_ptdp.checkpoint.errors import DamagedFileError, naming
 
 MANIFEST = "manifest.json"
 
@@ -75,6 +76,29 @@ def recover(path: Path) -> None:
     old = _replaced(path)
     if old.exists() and not path.exists():
         os.replace(old, path)
+
+
+@contextmanager
+def complete_file(path: Path) -> Iterator[Path]:
+    """Where to write a checkpoint of one file. It gets its name at the end of the block, and what had the name is gone.
+
+    Raises:
+        OSError: it cannot be written. What had the name stays, and nothing else is left.
+    """
+    aside = unfinished(path)
+    with naming(aside):
+        aside.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with naming(aside):
+            yield aside
+            sync(aside)
+        if path.is_dir():
+            remove(path)
+        os.replace(aside, path)
+        sync(path.parent)
+    except BaseException:
+        aside.unlink(missing_ok=True)
+        raise
 
 
 def remove(path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -203,17 +202,8 @@ def read_safely(read: Callable[[], dict[str, Any]], source: Path) -> dict[str, A
 
 
 def _save(target: Path, checkpoint: dict[str, Any]) -> None:
-    aside = complete_or_absent.unfinished(target)
-    aside.parent.mkdir(parents=True, exist_ok=True)
-    try:
+    with complete_or_absent.complete_file(target) as aside:
         torch.save(checkpoint, aside)
-        complete_or_absent.sync(aside)
-        if target.is_dir():
-            complete_or_absent.remove(target)
-        os.replace(aside, target)
-    except BaseException:
-        aside.unlink(missing_ok=True)
-        raise
 
 
 def _load(make: Callable[[], nn.Module], file: Path, *, trusted: bool) -> nn.Module:

@@ -7,7 +7,6 @@ from the ranks that hold it, and written where it belongs.
 from __future__ import annotations
 
 import io
-import os
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -18,7 +17,6 @@ import torch
 from torch import Tensor
 
 from lightning_ptdp.checkpoint import complete_or_absent
-from lightning_ptdp.checkpoint.errors import naming
 from lightning_ptdp.checkpoint.folder import Keys, Stored
 from lightning_ptdp.checkpoint.rectangles import Located, Size, part
 from lightning_ptdp.comm.collectives import gather_objects, receive_from, send_to
@@ -82,31 +80,17 @@ def write_file(path: Path, checkpoint: dict[str, Any], values: Values, tensors: 
         values: the placeholders, by their keys.
         tensors: the tensors that belong there, by the same keys, on the host.
     """
-    aside = path.with_name(f".{path.name}.unfinished")
-    try:
-        with naming(aside):
-            aside.parent.mkdir(parents=True, exist_ok=True)
-            locations = _write_without_values(aside, checkpoint)
-            with aside.open("r+b") as stream:
-                for tensor, offset in locations:
-                    if not _is_fake(tensor):
-                        _write_at(
-                            stream, offset, torch.tensor([], dtype=torch.uint8).set_(tensor.cpu().untyped_storage())
-                        )
-                offset_of = {id(tensor): offset for tensor, offset in locations}
-                for keys, tensor in tensors:
-                    if id(values[keys]) in offset_of:
-                        _write_at(stream, offset_of[id(values[keys])], tensor)
-                    del tensor  # before the next is made
-                stream.flush()
-                os.fsync(stream.fileno())
-        if path.is_dir():
-            complete_or_absent.remove(path)
-        os.replace(aside, path)
-        complete_or_absent.sync(path.parent)
-    except BaseException:
-        aside.unlink(missing_ok=True)
-        raise
+    with complete_or_absent.complete_file(path) as aside:
+        locations = _write_without_values(aside, checkpoint)
+        with aside.open("r+b") as stream:
+            for tensor, offset in locations:
+                if not _is_fake(tensor):
+                    _write_at(stream, offset, torch.tensor([], dtype=torch.uint8).set_(tensor.cpu().untyped_storage()))
+            offset_of = {id(tensor): offset for tensor, offset in locations}
+            for keys, tensor in tensors:
+                if id(values[keys]) in offset_of:
+                    _write_at(stream, offset_of[id(values[keys])], tensor)
+                del tensor  # before the next is made
 
 
 def gather_whole(tensors: Mapping[Keys, Located], objects: Mapping[Keys, Any], assemble: Assemble) -> dict[str, Any]:

@@ -15,18 +15,21 @@ from .terminal import say
 
 @dataclass(frozen=True)
 class Command:
-    """A subcommand.
+    """A subcommand of `ptdp`.
 
     Attributes:
         summary: what the overview says of it.
-        target: the function behind it, as "module:name".
-        parses_itself: whether the function takes the list of arguments and returns the exit status. If not, its
-            parameters are the options.
+        target: the function behind it, as "module:name". Its signature and docstring are the options.
+        parses_itself: whether the function takes the list of arguments instead, and returns the exit status.
+        made_of: a class, as "module:name", whose signature is the options instead; the function takes an instance.
+        without: arguments of that class that are no options.
     """
 
     summary: str
     target: str
     parses_itself: bool = False
+    made_of: str | None = None
+    without: frozenset[str] = frozenset()
 
 
 TRAINER_COMMANDS = {
@@ -45,7 +48,12 @@ COMMANDS = {
         parses_itself=True,
     ),
     "generate": Command("continue a text with a trained recipe", "lightning_ptdp.cli.generate:generate"),
-    "data": Command("prepare a corpus and count it", "lightning_ptdp.cli.corpus:prepare_corpus"),
+    "data": Command(
+        "prepare a corpus and count it",
+        "lightning_ptdp.cli.corpus:prepare_corpus",
+        made_of="lightning_ptdp.data:TextDataModule",
+        without=frozenset({"batch_size", "num_workers", "seed"}),
+    ),
     "kernels": Command("say which kernels are compiled", "lightning_ptdp.cli.kernels:show_kernels"),
     "doctor": Command("say what this machine has", "lightning_ptdp.cli.kernels:diagnose"),
     "recipes": Command("list the bundled configurations", "lightning_ptdp.cli.recipes:list_recipes"),
@@ -70,23 +78,33 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run_command(name: str, arguments: Sequence[str]) -> int:
-    """Parse the arguments by the signature of the command's function, and call it."""
-    module, function_name = COMMANDS[name].target.split(":")
-    function: Callable[..., Any] = getattr(import_module(module), function_name)
-    if COMMANDS[name].parses_itself:
+    """Parse the arguments by the signature of the command's function or class, and call the function."""
+    command = COMMANDS[name]
+    function = _found(command.target)
+    if command.parses_itself:
         status: int = function(arguments)
         return status
-    parser = ArgumentParser(prog=f"ptdp {name}", description=f"{COMMANDS[name].summary.capitalize()}.")
+    parser = ArgumentParser(prog=f"ptdp {name}", description=f"{command.summary.capitalize()}.")
     parser.add_argument("--config", action="config", help="a YAML file with values for the options below")
-    parser.add_function_arguments(function, as_group=False)
+    made_of = None if command.made_of is None else _found(command.made_of)
+    if made_of is None:
+        parser.add_function_arguments(function, as_group=False)
+    else:
+        parser.add_class_arguments(made_of, as_group=False, skip=set(command.without))
     values: dict[str, Any] = parser.parse_args(with_underscores(arguments)).as_dict()
     values.pop("config")
     try:
-        function(**values)
+        function(**values) if made_of is None else function(made_of(**values))
     except (OSError, ValueError, RuntimeError) as error:
         say(f"ptdp {name}: {error}", error=True)
         return 1
     return 0
+
+
+def _found(target: str) -> Callable[..., Any]:
+    module, name = target.split(":")
+    found: Callable[..., Any] = getattr(import_module(module), name)
+    return found
 
 
 def with_underscores(arguments: Sequence[str]) -> list[str]:

@@ -8,18 +8,17 @@ Everything above `comm/` sees ordinary process groups.
 
 from __future__ import annotations
 
-import random
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-import numpy
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from lightning_ptdp.comm.groups import Groups
+from lightning_ptdp.generators import HostState, go_to, states_of
 from lightning_ptdp.topology import Topology
 
 T = TypeVar("T")
@@ -156,14 +155,12 @@ class _Generators:
     """Where the default generators stood: PyTorch's on the host, NumPy's and Python's."""
 
     def __init__(self) -> None:
-        self._states = torch.get_rng_state(), numpy.random.get_state(), random.getstate()
+        self._torch, self._others = states_of((torch.default_generator,)), HostState()
 
     def restore(self) -> None:
         """Put the generators back there."""
-        state, arrays, python = self._states
-        torch.set_rng_state(state)
-        numpy.random.set_state(arrays)
-        random.setstate(python)
+        go_to(self._torch)
+        self._others.go_back()
 
 
 @dataclass

@@ -11,7 +11,7 @@ from torch import Tensor, UntypedStorage, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_ptdp.deferred_init.illusion import illusion
-from lightning_ptdp.deferred_init.log import Log, Region
+from lightning_ptdp.deferred_init.log import Log, StorageRegion, region_of
 from lightning_ptdp.deferred_init.recorder import LIMIT_BYTES, Recorder
 from lightning_ptdp.host.torch import REGISTRIES, buffers_of, pytree
 from lightning_ptdp.names import first_few, join
@@ -37,7 +37,7 @@ class DeferredInit:
         self._log = Log()
         self._recorder = Recorder(self._log, seed)
         self._earlier = list(_tensors(module).values())
-        self._waiting: dict[nn.Parameter, Region] = {}
+        self._waiting: dict[nn.Parameter, StorageRegion] = {}
         self._storages: dict[StorageWeakRef, UntypedStorage] = {}
 
     @contextmanager
@@ -90,7 +90,7 @@ class DeferredInit:
         """Fill the parameters with NaN that takes no memory; they stay the same objects."""
         for parameter in module.parameters():
             if self._log.knows(parameter):
-                self._waiting[parameter] = Region.of(parameter)
+                self._waiting[parameter] = region_of(parameter)
                 _make_hollow(parameter)
 
     def abandon(self, module: nn.Module) -> None:
@@ -125,7 +125,7 @@ class DeferredInit:
             if not self._log.knows(tensor):
                 return tensor
             if id(tensor) not in done:
-                value = self._shared(Region.of(tensor)).requires_grad_(tensor.requires_grad)
+                value = self._shared(region_of(tensor)).requires_grad_(tensor.requires_grad)
                 done[id(tensor)] = tensor, nn.Parameter(value) if isinstance(tensor, nn.Parameter) else value
             return done[id(tensor)][1]
 
@@ -138,7 +138,7 @@ class DeferredInit:
                     vars(child)[name] = pytree.tree_map_only(Tensor, filled, value)
         self._waiting.clear()
 
-    def _shared(self, region: Region) -> Tensor:
+    def _shared(self, region: StorageRegion) -> Tensor:
         """The value of a region, in a storage that is computed once for all of its regions: views stay views."""
         if region.storage not in self._storages:
             self._storages[region.storage] = self._log.value(region).untyped_storage()

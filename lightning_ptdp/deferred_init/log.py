@@ -24,42 +24,25 @@ import torch
 from torch import Tensor, UntypedStorage
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from lightning_ptdp.generators import kept
 from lightning_ptdp.host.torch import pytree
+from lightning_ptdp.regions import Region
+
+StorageRegion = Region[StorageWeakRef]
 
 
-@dataclass(frozen=True, slots=True)
-class Region:
-    """A strided part of a storage.
+def region_of(tensor: Tensor) -> StorageRegion:
+    """Where a tensor lies.
 
-    Attributes:
-        storage: names the storage, and does not keep it alive.
-        stride: in elements of the dtype, as the offset.
+    Raises:
+        ValueError: the tensor is a conjugate or a negative that was put off.
     """
-
-    storage: StorageWeakRef
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> Region:
-        """Find the region that a tensor is.
-
-        Raises:
-            ValueError: the tensor is a view whose values are another's, conjugated or negated when they are read.
-        """
-        if tensor.is_conj() or tensor.is_neg():
-            raise ValueError(
-                f"a tensor of shape {list(tensor.shape)} is a view of another's conjugate, which init='by_operation' "
-                "does not follow; keep tensor.resolve_conj().resolve_neg()"
-            )
-        key = StorageWeakRef(tensor.untyped_storage())
-        return cls(key, tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
-
-    def on(self, storage: UntypedStorage) -> Tensor:
-        """Return the same region of a storage that has values."""
-        return torch.empty(0, dtype=self.dtype).set_(storage, self.offset, self.shape, self.stride)
+    if tensor.is_conj() or tensor.is_neg():
+        raise ValueError(
+            f"a tensor of shape {list(tensor.shape)} is a view of another's conjugate, which init='by_operation' "
+            "does not follow; keep tensor.resolve_conj().resolve_neg()"
+        )
+    return Region.of(tensor, StorageWeakRef(tensor.untyped_storage()))
 
 
 @dataclass(frozen=True)
@@ -77,17 +60,15 @@ class Setting:
     @contextmanager
     def __call__(self) -> Iterator[None]:
         """Put the setting in force within the context; afterwards all is as it was."""
-        dtype, generator = torch.get_default_dtype(), torch.default_generator
-        state = None if self.seed is None else generator.get_state()
-        torch.set_default_dtype(self.default_dtype)
-        if self.seed is not None:
-            generator.manual_seed(self.seed)
-        try:
-            yield
-        finally:
-            torch.set_default_dtype(dtype)
-            if state is not None:
-                generator.set_state(state)
+        dtype = torch.get_default_dtype()
+        with kept((torch.default_generator,) if self.seed is not None else ()):
+            torch.set_default_dtype(self.default_dtype)
+            if self.seed is not None:
+                torch.default_generator.manual_seed(self.seed)
+            try:
+                yield
+            finally:
+                torch.set_default_dtype(dtype)
 
 
 @dataclass(frozen=True)
@@ -110,7 +91,7 @@ class Operation:
     setting: Setting
     reads: frozenset[StorageWeakRef]
     writes: frozenset[StorageWeakRef]
-    outputs: tuple[Region | None, ...]
+    outputs: tuple[StorageRegion | None, ...]
 
     @property
     def name(self) -> str:
@@ -210,7 +191,7 @@ class Log:
         leaves = pytree.tree_leaves((operation.args, operation.kwargs))
         self._hash.update(f"{operation.name}{[self._in_words(leaf) for leaf in leaves]}".encode())
 
-    def value(self, region: Region) -> Tensor:
+    def value(self, region: StorageRegion) -> Tensor:
         """Compute the values of a region.
 
         Returns:

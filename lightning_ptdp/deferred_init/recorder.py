@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from lightning_ptdp.deferred_init.log import Log, Operation, Region, Setting
+from lightning_ptdp.deferred_init.log import Log, Operation, Setting, region_of
 from lightning_ptdp.host.torch import OpOverload, TorchDispatchMode, pytree, schema_of
 from lightning_ptdp.random_streams import mix
+from lightning_ptdp.regions import edited
 
 LIMIT_BYTES = 64 << 20  # at most, of values that come from elsewhere, since every rank must hold them whole
 
@@ -87,7 +88,7 @@ class Recorder(TorchDispatchMode):
                 f"{func} gives a tensor other storage, as loading from a file does, and init='by_operation' keeps no "
                 f"values while configure_model runs; {_REMEDY}"
             )
-        written = list(_written(func, args, kwargs))
+        written = edited(func, args, kwargs)
         needs_values = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(func.tags)
         if needs_values or not all(tensor.is_meta for tensor in written):
             return self._run(func, args, kwargs, setting)
@@ -118,7 +119,7 @@ class Recorder(TorchDispatchMode):
             setting = Setting(torch.get_default_dtype(), self._next_seed(function.__name__, kwargs))
             if not self._log.knows(tensor):
                 self._log.allocate(tensor)
-            key, region = frozenset({_key(tensor)}), Region.of(tensor)
+            key, region = frozenset({_key(tensor)}), region_of(tensor)
             reads = frozenset[StorageWeakRef]() if _fills_storage(tensor) else key
             self._log.add(Operation(function, (region, *args), kwargs, setting, reads, key, (None,)))
         return tensor
@@ -127,7 +128,7 @@ class Recorder(TorchDispatchMode):
         if not tensor.is_meta:
             return tensor
         self._check_known(tensor)
-        return self._log.value(Region.of(tensor))
+        return self._log.value(region_of(tensor))
 
     def _next_seed(self, name: str, kwargs: dict[str, Any]) -> int:
         """Return the seed of the next random operation.
@@ -183,9 +184,9 @@ class Recorder(TorchDispatchMode):
                 self._log.allocate(leaf)
         if _name(func) in _ALLOCATIONS:
             return returned
-        regions = tuple(None if leaf is None else Region.of(leaf) for leaf in new)
+        regions = tuple(None if leaf is None else region_of(leaf) for leaf in new)
         writes = {_key(tensor) for tensor in written} | {region.storage for region in regions if region is not None}
-        args, kwargs = pytree.tree_map_only(Tensor, Region.of, (args, _on(_HOST, func, kwargs)))
+        args, kwargs = pytree.tree_map_only(Tensor, region_of, (args, _on(_HOST, func, kwargs)))
         self._log.add(Operation(func, args, kwargs, setting, frozenset(reads), frozenset(writes), regions))
         return returned
 
@@ -246,11 +247,3 @@ def _on(device: torch.device, func: OpOverload[..., Any], kwargs: dict[str, Any]
     if "pin_memory" in names:
         moved["pin_memory"] = False
     return moved
-
-
-def _written(func: OpOverload[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:
-    """The tensors among the arguments that an operation writes."""
-    for i, argument in enumerate(schema_of(func).arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[i] if i < len(args) and not argument.kwarg_only else kwargs.get(argument.name)
-            yield from (leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor))

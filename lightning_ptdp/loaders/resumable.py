@@ -14,9 +14,9 @@ from rich.progress import track
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
+from lightning_ptdp.generators import random_state, set_random_state
 from lightning_ptdp.host.torch import kept_iterator, may_keep_iterator, set_kept_iterator
 from lightning_ptdp.loaders.order import order_of, rest_of, samples_in
-from lightning_ptdp.random_streams import random_state, set_random_state
 
 _HOST = torch.device("cpu")
 Position = dict[str, Any]

@@ -12,16 +12,7 @@ import lightning
 import lightning.pytorch as pl
 import torch
 import torchmetrics
-from lightning.pytorch.callbacks import (
-    BaseFinetuning,
-    BatchSizeFinder,
-    Checkpoint,
-    EarlyStopping,
-    GradientAccumulationScheduler,
-    LearningRateFinder,
-    ModelPruning,
-    Timer,
-)
+from lightning.pytorch import callbacks
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
@@ -35,14 +26,14 @@ from lightning_ptdp.topology import Topology
 
 # Callbacks that act on all ranks together; others, such as a progress bar, a rank may have for itself.
 _JOINT_CALLBACKS = (
-    BaseFinetuning,
-    BatchSizeFinder,
-    Checkpoint,
-    EarlyStopping,
-    GradientAccumulationScheduler,
-    LearningRateFinder,
-    ModelPruning,
-    Timer,
+    callbacks.BaseFinetuning,
+    callbacks.BatchSizeFinder,
+    callbacks.Checkpoint,
+    callbacks.EarlyStopping,
+    callbacks.GradientAccumulationScheduler,
+    callbacks.LearningRateFinder,
+    callbacks.ModelPruning,
+    callbacks.Timer,
 )
 _TRAINER_SETTINGS = (
     "accumulate_grad_batches",
@@ -110,10 +101,10 @@ def sizes(topology: Topology | None) -> Section:
 
 def trainer_settings(trainer: pl.Trainer) -> Section:
     """State those settings of the Trainer that change what is computed, or when ranks meet."""
-    callbacks = callbacks_of(trainer)
+    own = callbacks_of(trainer)
     items = {name: repr(getattr(trainer, name)) for name in _TRAINER_SETTINGS}
     items["precision"] = str(trainer.precision)
-    joint = [callback.state_key for callback in callbacks if isinstance(callback, _JOINT_CALLBACKS)]
+    joint = [callback.state_key for callback in own if isinstance(callback, _JOINT_CALLBACKS)]
     items |= {f"callback {key}": f"{joint.count(key)} times" for key in joint}
     return Section(
         "trainer",

@@ -11,19 +11,17 @@ attributes of modules, the default dtype, modes of functions.
 from __future__ import annotations
 
 import operator
-import random
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, Protocol
 
-import numpy
 import torch
 from torch import Tensor, nn
 
+from lightning_ptdp.generators import HostState, drawing_from, generators, states_of
 from lightning_ptdp.host.torch import BatchOrInstanceNorm, buffers_of, function_modes, version_of
-from lightning_ptdp.random_streams import generators
 
 _running = threading.local()
 _CONTAINERS = (list, dict, set, deque)
@@ -134,23 +132,17 @@ class Draws:
     """Where PyTorch's default generators stood, of the host and of a device."""
 
     def __init__(self, device: torch.device) -> None:
-        self._states = {generator: generator.get_state() for generator in generators(device)}
+        self._states = states_of(generators(device))
 
     def end(self) -> None:
         """Keep the states of those generators only that the forward drew from: one takes 5 kB on a CPU."""
-        self._states = {g: state for g, state in self._states.items() if not torch.equal(state, g.get_state())}
+        self._states = [(g, state) for g, state in self._states if not torch.equal(state, g.get_state())]
 
     @contextmanager
     def again(self) -> Iterator[None]:
         """Draw the same numbers again."""
-        present = [(generator, generator.get_state()) for generator in self._states]
-        for generator, state in self._states.items():
-            generator.set_state(state)
-        try:
+        with drawing_from(self._states):
             yield
-        finally:
-            for generator, state in present:
-                generator.set_state(state)
 
 
 class HostDraws:
@@ -176,23 +168,19 @@ class _HostMoment:
     """Where Python's and NumPy's generators stood."""
 
     def __init__(self, owner: HostDraws) -> None:
-        self._owner, self._state = owner, _host_state()
+        self._owner, self._state = owner, HostState()
 
     def end(self) -> None:
-        python, numpys = _host_state()
-        self._owner.tell(
-            draws=python != self._state[0]
-            or any(not numpy.array_equal(a, b) for a, b in zip(numpys, self._state[1], strict=True))
-        )
+        self._owner.tell(draws=HostState() != self._state)
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        present = _host_state()
-        _set_host_state(self._state)
+        present = HostState()
+        self._state.go_back()
         try:
             yield
         finally:
-            _set_host_state(present)
+            present.go_back()
 
 
 class _NoMoment:
@@ -204,15 +192,6 @@ class _NoMoment:
     @contextmanager
     def again(self) -> Iterator[None]:
         yield
-
-
-def _host_state() -> tuple[Any, Any]:
-    return random.getstate(), numpy.random.get_state()
-
-
-def _set_host_state(state: tuple[Any, Any]) -> None:
-    random.setstate(state[0])
-    numpy.random.set_state(state[1])
 
 
 class ModuleState:

@@ -18,39 +18,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from lightning_ptdp.host.torch import OpOverload, TorchDispatchMode, pytree, schema_of, version_of
-from lightning_ptdp.random_streams import generators
+from lightning_ptdp.generators import drawing_from, generators, states_of
+from lightning_ptdp.host.torch import OpOverload, TorchDispatchMode, pytree, version_of
+from lightning_ptdp.regions import Region, edited
 
 _PRODUCTS = (torch.ops.aten.bmm.default, torch.ops.aten.baddbmm.default)
-
-
-@dataclass(frozen=True, slots=True)
-class _View:
-    """A tensor that lies in a storage which a watched operation filled, described without keeping it.
-
-    Attributes:
-        storage: identity of the storage in the first forward.
-        offset: in elements of the dtype, as the strides.
-    """
-
-    storage: int
-    dtype: torch.dtype
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: int
-
-    @classmethod
-    def of(cls, tensor: Tensor, storage: int) -> _View:
-        return cls(storage, tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
-
-    def on(self, base: Tensor) -> Tensor:
-        """The same view of the storage of another tensor."""
-        view = torch.empty(0, dtype=self.dtype, device=base.device)
-        return view.set_(base.untyped_storage(), self.offset, self.size, self.stride)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +62,7 @@ class _SavedTensor:
 
     __slots__ = ("__weakref__", "_stretch", "_tensor", "_version", "view")
 
-    def __init__(self, tensor: Tensor, view: _View | None) -> None:
+    def __init__(self, tensor: Tensor, view: Region[int] | None) -> None:
         self._tensor: Tensor | None = tensor
         self._version = version_of(tensor)
         self._stretch: Stretch | None = None
@@ -153,24 +129,24 @@ class _WatchedOperation:
     saved: list[weakref.ref[_SavedTensor]] = field(default_factory=list)
     stretch: Stretch | None = None
 
-    def run(self, storages: dict[int, Tensor]) -> None:
+    def run(self, storages: dict[int, UntypedStorage]) -> None:
         """Run it again with the same draws, and add its results.
 
         Args:
-            storages: tensors computed again so far, by the identity of their storage in the first forward.
+            storages: those computed again so far, by the identity of their counterpart in the first forward.
         """
         leaves = [
             leaf.on(storages[leaf.storage])
-            if isinstance(leaf, _View)
+            if isinstance(leaf, Region)
             else leaf.value()
             if isinstance(leaf, _Kept)
             else leaf
             for leaf in self.arguments
         ]
         args, kwargs = pytree.tree_unflatten(leaves, self.structure)
-        with _drawing_from(self.states):
+        with drawing_from(self.states):
             outputs = pytree.tree_leaves(self.func(*args, **kwargs))
-        storages.update((storage, outputs[i]) for i, storage in self.results)
+        storages.update((storage, outputs[i].untyped_storage()) for i, storage in self.results)
 
 
 class Stretch:
@@ -188,7 +164,7 @@ class Stretch:
 
     def replay(self) -> None:
         """Run all operations again, and fill the tensors that were let go, if autograd still holds them."""
-        storages: dict[int, Tensor] = {}
+        storages: dict[int, UntypedStorage] = {}
         kept = next(leaf for o in self._operations for leaf in o.arguments if isinstance(leaf, _Kept))
         with torch.no_grad(), torch.autocast(kept.tensor.device.type, enabled=False):
             for operation in self._operations:
@@ -226,7 +202,7 @@ class ScoreTape(TorchDispatchMode):
         operation = self._made.get(storage)
         if operation is None:
             return _SavedTensor(tensor, None)
-        saved = _SavedTensor(tensor, _View.of(tensor, storage))
+        saved = _SavedTensor(tensor, Region.of(tensor, storage))
         operation.saved.append(weakref.ref(saved))
         if operation.stretch is not None:
             saved.let_go(operation.stretch)
@@ -251,7 +227,7 @@ class ScoreTape(TorchDispatchMode):
         arguments = [
             leaf
             if not isinstance(leaf, Tensor)
-            else _View.of(leaf, storage)
+            else Region.of(leaf, storage)
             if storage in self._made and not is_product
             else _Kept(leaf, _version(leaf))
             for leaf, storage in zip(leaves, storages, strict=True)
@@ -267,7 +243,7 @@ class ScoreTape(TorchDispatchMode):
             comes or (not is_product and any(o.comes_from_softmax for o in reads)),
         )
         output = func(*args, **kwargs)
-        self._note(operation, output, given, _written(func, args, kwargs))
+        self._note(operation, output, given, edited(func, args, kwargs))
         return output
 
     def _note(self, operation: _WatchedOperation, output: Any, given: set[int], written: Sequence[Tensor]) -> None:
@@ -281,8 +257,8 @@ class ScoreTape(TorchDispatchMode):
             given: identities of the storages of its arguments.
             written: the arguments that it edited.
         """
-        edited = [_storage(tensor) for tensor in written]
-        if any(storage not in self._made for storage in edited):
+        changed = [_storage(tensor) for tensor in written]
+        if any(storage not in self._made for storage in changed):
             return
         fresh = [
             (i, leaf)
@@ -291,7 +267,7 @@ class ScoreTape(TorchDispatchMode):
         ]
         operation.results = [(i, _storage(leaf)) for i, leaf in fresh]
         self._pins += [StorageWeakRef(leaf.untyped_storage()) for _, leaf in fresh]
-        filled = [*edited, *(storage for _, storage in operation.results)]
+        filled = [*changed, *(storage for _, storage in operation.results)]
         if filled:
             self._made.update(dict.fromkeys(filled, operation))
             self._order.append(operation)
@@ -320,7 +296,7 @@ class ScoreTape(TorchDispatchMode):
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return []
         given = [leaf for leaf in leaves if isinstance(leaf, torch.Generator)]
-        return [(generator, generator.get_state()) for generator in (given or self._generators)]
+        return states_of(given or self._generators)
 
 
 def _tensors(args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[Tensor]:
@@ -341,28 +317,6 @@ def _storage(tensor: Tensor) -> int:
     """The identity of a tensor's storage."""
     number: int = StorageWeakRef(tensor.untyped_storage()).cdata
     return number
-
-
-def _written(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
-    """The tensors that an operation edits in place."""
-    if not schema_of(func).is_mutable:
-        return []
-    named = dict(zip((argument.name for argument in schema_of(func).arguments), args, strict=False)) | kwargs
-    edits = [a.name for a in schema_of(func).arguments if a.alias_info is not None and a.alias_info.is_write]
-    found = [named[name] for name in edits if name in named]
-    return [leaf for leaf in pytree.tree_leaves(found) if isinstance(leaf, Tensor)]
-
-
-@contextmanager
-def _drawing_from(states: Sequence[tuple[torch.Generator, Tensor]]) -> Iterator[None]:
-    present = [(generator, generator.get_state()) for generator, _ in states]
-    for generator, state in states:
-        generator.set_state(state)
-    try:
-        yield
-    finally:
-        for generator, state in present:
-            generator.set_state(state)
 
 
 @dataclass

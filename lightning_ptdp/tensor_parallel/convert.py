@@ -14,9 +14,10 @@ from torch.distributed import ProcessGroup
 from lightning_ptdp.own_class import put_on
 from lightning_ptdp.random_streams import SplitRegion
 from lightning_ptdp.tensor_parallel import forwards, sequence
-from lightning_ptdp.tensor_parallel.forwards import Forward
 from lightning_ptdp.tensor_parallel.peers import Peers
-from lightning_ptdp.tensor_parallel.placement import Placement, is_transposed, rotary_width
+from lightning_ptdp.tensor_parallel.placement import Placement
+from lightning_ptdp.tensor_parallel.site import Forward, Site
+from lightning_ptdp.tensor_parallel.styles import STYLES
 
 _PEERS = "_ptdp_peers"
 
@@ -46,16 +47,21 @@ def convert(
         return known
     peers = module.__dict__[_PEERS] = Peers(group, SplitRegion(group.rank(), device))
     owned = dict(module.named_parameters(remove_duplicate=False))
-    widths = {name: tuple(parameter.shape) for name, parameter in owned.items()}
+    shapes = {name: tuple(parameter.shape) for name, parameter in owned.items()}
     _cut(owned, placement, peers, value_of)
-    for path, style in placement.styles.items():
-        child = module.get_submodule(path)
-        if _is_owned(path, style, owned):
-            make = _maker(path, style, module, widths, placement) if style != "sequence_parallel" else None
-            if style == "sequence_parallel" and blocks is not None and path.startswith(f"{blocks}."):
-                make = sequence.norm
-            if make is not None:
-                _give_forward(child, make, peers)
+    for path, name in placement.styles.items():
+        style = STYLES[name]
+        make = forwards.vocabulary_head if path in placement.heads else style.forward
+        runs_here = style.needs_no_parameters or any(parameter.startswith(f"{path}.") for parameter in owned)
+        if make is not None and runs_here:
+            site = Site(
+                module,
+                path,
+                weight_shape=shapes.get(f"{path}.weight", ()),
+                opens_region=path in placement.regions,
+                is_on_sequence_part=blocks is not None and path.startswith(f"{blocks}."),
+            )
+            _give_forward(module.get_submodule(path), partial(make, site=site), peers)
     if blocks is not None:
         _split_sequence(module, blocks, peers)
     for name in placement.sizes:
@@ -83,59 +89,15 @@ def _cut(owned: dict[str, nn.Parameter], placement: Placement, peers: Peers, val
             done.add(parameter)
 
 
-def _is_owned(path: str, style: str, owned: dict[str, nn.Parameter]) -> bool:
-    """Whether a module runs on this rank: it has parameters here, or none anywhere."""
-    mine = any(name.startswith(f"{path}.") for name in owned)
-    return mine or style in ("moe_identity_expert", "all_reduce")
-
-
-def _maker(  # noqa: PLR0911  one return a style
-    path: str, style: str, module: nn.Module, widths: dict[str, tuple[int, ...]], placement: Placement
-) -> Callable[[Any, Forward, Peers], Forward] | None:
-    """What makes the parallel forward of a style; None where the module's own is right."""
-    child = module.get_submodule(path)
-    if path in placement.heads:
-        width = widths[f"{path}.weight"][0]
-        return lambda m, f, p: forwards.vocabulary_head(m, f, p, width=width)
-    if style in ("colwise", "packed_colwise", "packed_qkv_colwise"):
-        if not _is_linear(child):
-            return None  # a holder of bare parameters, each with an entry of its own
-        opens = path in placement.regions
-        return lambda m, f, p: forwards.colwise(m, f, p, opens_region=opens)
-    if style == "colwise_gather_output":
-        shape = widths[f"{path}.weight"]
-        width = shape[1] if is_transposed(child) else shape[0]
-        return lambda m, f, p: forwards.colwise_gather_output(m, f, p, width=width)
-    if style in ("rowwise", "packed_rowwise", "rowwise_split_input"):
-        if not _is_linear(child):
-            return None
-        return lambda m, f, p: forwards.rowwise(m, f, p, splits_input=style == "rowwise_split_input")
-    if style == "embedding_rowwise":
-        return lambda m, f, p: forwards.embedding_rowwise(m, f, p, vocabulary=widths[f"{path}.weight"][0])
-    if style == "mla_kv_a_proj":
-        rotary = rotary_width(module, path)
-        assert rotary is not None, "checked with the plan"
-        return lambda m, f, p: forwards.mla_kv_a_proj(m, f, p, width=rotary)
-    simple: dict[str, Callable[[Any, Forward, Peers], Forward]] = {
-        "embedding_colwise": forwards.embedding_colwise,
-        "moe_tp_experts": forwards.moe_experts,
-        "moe_identity_expert": forwards.moe_identity_expert,
-        "all_reduce": forwards.all_reduce,
-    }
-    return simple.get(style)
-
-
-def _is_linear(module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear) or is_transposed(module)
-
-
-def _give_forward(module: nn.Module, make: Callable[[Any, Forward, Peers], Forward], peers: Peers) -> None:
-    """Swap the class for one whose forward is parallel, around the module's own.
+def _give_forward(module: nn.Module, make: Callable[[nn.Module, Forward, Peers], Forward | None], peers: Peers) -> None:
+    """Swap the class for one whose forward is parallel, around the module's own, if there is to be one.
 
     Layers run as they are inside what a user compiles, between its graphs: a compiler is not to see the collectives.
     """
     own = module.__dict__.get("forward") or type(module).forward.__get__(module)
     parallel = make(module, own, peers)
+    if parallel is None:
+        return
     if not any(True for _ in module.children()):
         parallel = torch.compiler.disable(parallel)
 

@@ -1,12 +1,14 @@
 """The parallel forward of each style, on an ordinary module that holds a shard of its weight.
 
+A function here takes the module, the module's own forward, the peers and where the module stands, and returns the
+parallel forward, or None where the module's own is right.
+
 Each runs in a class of its own that derives from the module's: what the module's own forward does besides (scaling an
 embedding, say) still happens, and `isinstance` holds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,16 +16,18 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_ptdp.comm.collectives import chunk_sizes, copy_to, gather_from, reduce_from, scatter_to
+from lightning_ptdp.tensor_parallel.linears import is_linear, is_transposed
 from lightning_ptdp.tensor_parallel.logits import SplitLogits
 from lightning_ptdp.tensor_parallel.peers import Peers
-from lightning_ptdp.tensor_parallel.placement import is_transposed
 from lightning_ptdp.tensor_parallel.sequence import SEQUENCE_DIM, sum_rows
+from lightning_ptdp.tensor_parallel.site import Forward, Site
 
-Forward = Callable[..., Any]
 
-
-def colwise(module: nn.Module, forward: Forward, peers: Peers, *, opens_region: bool) -> Forward:
+def colwise(module: nn.Module, forward: Forward, peers: Peers, site: Site) -> Forward | None:
     """Input whole, output split along its last dim."""
+    if not is_linear(module):
+        return None  # a holder of bare parameters, each with an entry of its own
+    opens_region = site.opens_region
     is_product = is_transposed(module) or getattr(forward, "__func__", None) is nn.Linear.forward
 
     def parallel(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -47,8 +51,9 @@ def colwise(module: nn.Module, forward: Forward, peers: Peers, *, opens_region: 
     return parallel
 
 
-def colwise_gather_output(module: nn.Module, forward: Forward, peers: Peers, *, width: int) -> Forward:
+def colwise_gather_output(module: nn.Module, forward: Forward, peers: Peers, site: Site) -> Forward:
     """Input whole, output split and joined again."""
+    width = site.weight_shape[1 if is_transposed(module) else 0]
 
     def parallel(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         output = _linear(module, forward, peers.copy(x), *args, **kwargs)
@@ -57,8 +62,9 @@ def colwise_gather_output(module: nn.Module, forward: Forward, peers: Peers, *, 
     return parallel
 
 
-def vocabulary_head(module: nn.Module, forward: Forward, peers: Peers, *, width: int) -> Forward:
+def vocabulary_head(module: nn.Module, forward: Forward, peers: Peers, site: Site) -> Forward:
     """Input whole; output stays split behind `SplitLogits` in training, and is joined at once in evaluation."""
+    width = site.weight_shape[0]
 
     def parallel(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         output = _linear(module, forward, peers.copy(x), *args, **kwargs)
@@ -70,8 +76,17 @@ def vocabulary_head(module: nn.Module, forward: Forward, peers: Peers, *, width:
     return parallel
 
 
-def rowwise(module: nn.Module, forward: Forward, peers: Peers, *, splits_input: bool) -> Forward:  # noqa: ARG001
+def rowwise(
+    module: nn.Module,
+    forward: Forward,  # noqa: ARG001  its product is done here
+    peers: Peers,
+    site: Site,  # noqa: ARG001
+    *,
+    splits_input: bool = False,
+) -> Forward | None:
     """Input split along its last dim (or split here), output summed; the bias, which is whole, is added once."""
+    if not is_linear(module):
+        return None  # a holder of bare parameters, each with an entry of its own
     transposed = is_transposed(module)
 
     def parallel(x: Tensor) -> Tensor:
@@ -89,8 +104,10 @@ def rowwise(module: nn.Module, forward: Forward, peers: Peers, *, splits_input: 
     return parallel
 
 
-def embedding_rowwise(module: nn.Embedding, forward: Forward, peers: Peers, *, vocabulary: int) -> Forward:
+def embedding_rowwise(module: nn.Module, forward: Forward, peers: Peers, site: Site) -> Forward:
     """Each peer looks up what it holds; the partial results are summed."""
+    assert isinstance(module, nn.Embedding), "checked with the plan"
+    vocabulary = site.weight_shape[0]
     sizes = chunk_sizes(vocabulary, peers.size)
     first, held = sum(sizes[: peers.rank]), sizes[peers.rank]
     if module.padding_idx is not None:
@@ -113,8 +130,9 @@ def embedding_rowwise(module: nn.Embedding, forward: Forward, peers: Peers, *, v
     return parallel
 
 
-def embedding_colwise(module: nn.Embedding, forward: Forward, peers: Peers) -> Forward:
+def embedding_colwise(module: nn.Module, forward: Forward, peers: Peers, site: Site) -> Forward:  # noqa: ARG001
     """Each peer looks up its part of every vector; the parts are joined."""
+    assert isinstance(module, nn.Embedding), "checked with the plan"
     width = module.embedding_dim
 
     def parallel(ids: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -123,7 +141,7 @@ def embedding_colwise(module: nn.Embedding, forward: Forward, peers: Peers) -> F
     return parallel
 
 
-def moe_experts(module: nn.Module, forward: Forward, peers: Peers) -> Forward:
+def moe_experts(module: nn.Module, forward: Forward, peers: Peers, site: Site) -> Forward:  # noqa: ARG001
     """Every peer runs a part of every expert; hidden states and routing weights are whole, outputs are summed."""
 
     def parallel(hidden: Tensor, *routing: Any, **kwargs: Any) -> Tensor:
@@ -139,7 +157,7 @@ def moe_experts(module: nn.Module, forward: Forward, peers: Peers) -> Forward:
     return parallel
 
 
-def moe_identity_expert(module: nn.Module, forward: Forward, peers: Peers) -> Forward:  # noqa: ARG001
+def moe_identity_expert(module: nn.Module, forward: Forward, peers: Peers, site: Site) -> Forward:  # noqa: ARG001
     """Returns its input on every peer, which will be summed: so each gives its share."""
 
     def parallel(x: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -148,9 +166,10 @@ def moe_identity_expert(module: nn.Module, forward: Forward, peers: Peers) -> Fo
     return parallel
 
 
-def mla_kv_a_proj(module: nn.Module, forward: Forward, peers: Peers, *, width: int) -> Forward:  # noqa: ARG001
-    """The rotary part of the output (the last `width`) goes to every peer's own heads, past the column-parallel
-    projection."""
+def mla_kv_a_proj(module: nn.Module, forward: Forward, peers: Peers, site: Site) -> Forward:  # noqa: ARG001
+    """The rotary part of the output, its end, goes to every peer's own heads, past the column-parallel projection."""
+    width = rotary_width(site)
+    assert width is not None, "checked with the plan"
 
     def parallel(*args: Any, **kwargs: Any) -> Tensor:
         output = forward(*args, **kwargs)
@@ -159,13 +178,18 @@ def mla_kv_a_proj(module: nn.Module, forward: Forward, peers: Peers, *, width: i
     return parallel
 
 
-def all_reduce(module: nn.Module, forward: Forward, peers: Peers) -> Forward:  # noqa: ARG001
+def all_reduce(module: nn.Module, forward: Forward, peers: Peers, site: Site) -> Forward:  # noqa: ARG001
     """Outputs are partial, and summed."""
 
     def parallel(*args: Any, **kwargs: Any) -> Tensor:
         return reduce_from(forward(*args, **kwargs), peers.group)
 
     return parallel
+
+
+def rotary_width(site: Site) -> int | None:
+    """How many outputs of a compressed key projection are rotary, as the nearest module around it says."""
+    return site.nearest("qk_rope_head_dim")
 
 
 def _linear(module: nn.Module, forward: Forward, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:

@@ -12,7 +12,9 @@ from collections.abc import Sequence
 from torch import nn
 
 from lightning_ptdp.names import starred
-from lightning_ptdp.tensor_parallel.placement import Placement, is_transposed
+from lightning_ptdp.tensor_parallel.linears import num_outputs
+from lightning_ptdp.tensor_parallel.placement import Placement
+from lightning_ptdp.tensor_parallel.styles import STYLES
 
 _HEAD_SIZE_NAMES = ("head_dim", "head_size", "attention_head_size", "d_head", "d_k", "d_kv", "dim_head", "hd")
 _HEAD_COUNT_NAMES = ("num_heads", "n_heads", "n_head", "num_attention_heads", "heads", "nhead")
@@ -25,18 +27,16 @@ def check_heads(module: nn.Module, placement: Placement, size: int) -> list[str]
     number (num_heads, ...).
     """
     faults: dict[str, str] = {}
-    for path, style in placement.styles.items():
-        if style not in ("colwise", "packed_qkv_colwise") or path in placement.heads:
+    for path, name in placement.styles.items():
+        style = STYLES.get(name)
+        if style is None or not style.num_packed or path in placement.heads:
             continue
-        linear = module.get_submodule(path)
         parent = path.rpartition(".")[0]
         holder = module.get_submodule(parent)
-        outputs = _outputs(linear)
+        outputs = num_outputs(module.get_submodule(path))
         if outputs is None:
             continue
-        if style == "packed_qkv_colwise":
-            outputs //= 3
-        heads = _num_heads(holder, path.rpartition(".")[2], outputs)
+        heads = _num_heads(holder, path.rpartition(".")[2], outputs // style.num_packed)
         if heads is not None and heads % size:
             pattern = starred(path)
             faults.setdefault(
@@ -46,12 +46,6 @@ def check_heads(module: nn.Module, placement: Placement, size: int) -> list[str]
                 f"{[i for i in range(1, heads + 1) if heads % i == 0]}, or leave {pattern!r} out of the plan",
             )
     return list(faults.values())
-
-
-def _outputs(linear: nn.Module) -> int | None:
-    if isinstance(linear, nn.Linear):
-        return linear.out_features
-    return linear.get_parameter("weight").shape[1] if is_transposed(linear) else None
 
 
 _ATTENTION_NAMES = re.compile(

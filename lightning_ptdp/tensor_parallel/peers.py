@@ -87,7 +87,7 @@ class PeersMoment:
 
     peers: Peers
     sequence_length: int | None
-    outside: list[Tensor] | None
+    outside: list[tuple[torch.Generator, Tensor]] | None
     joined: Joined | None
 
     def end(self) -> None:

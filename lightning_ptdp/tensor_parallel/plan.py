@@ -1,60 +1,20 @@
 """Tensor-parallel plans: name patterns -> style, and what they mean for a given module.
 
-The vocabulary is Hugging Face's, plus a few of ours. In a pattern ``*`` stands for one part of a dotted name. A pattern
-names a module, a bare parameter of one, or, for `local_size`, an integer attribute of one.
-
-    style                            weight            forward
-    colwise                          output dim        input whole, output split
-    colwise_gather_output            output dim        output joined again
-    rowwise                          input dim         input split, output summed; bias whole, added once
-    rowwise_split_input              input dim         input whole, split first
-    packed_colwise, packed_rowwise   two halves each   as colwise and rowwise, for gate and up in one matrix
-    packed_qkv_colwise               by heads          as colwise, for query, key and value in one matrix
-    embedding_rowwise                vocabulary        partial lookups summed
-    embedding_colwise                hidden dim        pieces joined
-    moe_tp_experts                   (by its own       hidden states and routing weights whole, output summed
-                                     parameters)
-    moe_identity_expert              -                 input divided by the number of peers, since outputs are summed
-    mla_kv_a_proj                    whole             gradient of the rotary part summed
-    replicated_with_grad_allreduce   whole             gradient summed: it is used on the rank's own heads
-    local_params                     (by its own       the module reads its bare, split parameters
-                                     parameters)
-    all_reduce                       whole             output summed
-    sequence_parallel                whole             used on a part of the sequence, where that is on
-    replicate                        whole             as it is
-    local_size                       -                 an integer attribute, divided by the number of peers
+In a pattern ``*`` stands for one part of a dotted name. A pattern names a module, a bare parameter of one, or, for
+`local_size`, an integer attribute of one. The styles themselves are rows of `styles.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import TypeVar
 
 from torch import nn
 
 from lightning_ptdp.names import join, matches, starred
+from lightning_ptdp.tensor_parallel.styles import STYLES, find_style
 
-STYLES = (
-    "colwise",
-    "colwise_gather_output",
-    "rowwise",
-    "rowwise_split_input",
-    "packed_colwise",
-    "packed_rowwise",
-    "packed_qkv_colwise",
-    "embedding_rowwise",
-    "embedding_colwise",
-    "moe_tp_experts",
-    "moe_identity_expert",
-    "mla_kv_a_proj",
-    "replicated_with_grad_allreduce",
-    "local_params",
-    "all_reduce",
-    "sequence_parallel",
-    "replicate",
-    "local_size",
-)
-
-OTHER_NAMES = {"colwise_rep": "colwise_gather_output", "rowwise_rep": "rowwise_split_input"}
+T = TypeVar("T")
 
 # Models that carry no plan of their own, by class name of the module that holds the names.
 _OWN_PLANS: dict[str, dict[str, str]] = {
@@ -107,8 +67,8 @@ def _add_missing_embeddings(module: nn.Module, plan: dict[str, str]) -> None:
                     plan[full] = "embedding_rowwise"
 
 
-def match(plan: Mapping[str, str], name: str) -> str | None:
-    """The style for a dotted name; an exact name counts before patterns."""
+def match(plan: Mapping[str, T], name: str) -> T | None:
+    """What a plan says of a dotted name; an exact name counts before patterns."""
     if name in plan:
         return plan[name]
     return next((style for pattern, style in plan.items() if "*" in pattern and matches(pattern, name)), None)
@@ -146,7 +106,7 @@ def check_plan(module: nn.Module, plan: Mapping[str, str], *, is_given: bool) ->
     is_given: whether the user wrote it; every pattern must then match something.
     """
     faults = []
-    unknown = {name: style for name, style in plan.items() if OTHER_NAMES.get(style, style) not in STYLES}
+    unknown = {name: style for name, style in plan.items() if find_style(style) is None}
     if unknown:
         faults.append(f"the tensor-parallel plan has unknown styles {unknown}; known are {', '.join(STYLES)}")
     if is_given:
@@ -155,7 +115,7 @@ def check_plan(module: nn.Module, plan: Mapping[str, str], *, is_given: bool) ->
             pattern
             for pattern, style in plan.items()
             if not any(matches(pattern, name) for name in names)
-            and not (style == "local_size" and attributes(module, pattern))
+            and not (_divides_attribute(style) and attributes(module, pattern))
         ]
         if idle:
             near = sorted({starred(name) for name in names})
@@ -163,6 +123,11 @@ def check_plan(module: nn.Module, plan: Mapping[str, str], *, is_given: bool) ->
                 f"the tensor-parallel plan names {idle}, which match no module or parameter; there are {near}"
             )
     return faults
+
+
+def _divides_attribute(name: str) -> bool:
+    style = find_style(name)
+    return style is not None and style.divides_attribute
 
 
 def _names(module: nn.Module) -> Iterator[str]:

@@ -10,7 +10,6 @@ the peers at the end of the batch; random draws within a block differ between pe
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
@@ -18,12 +17,13 @@ from torch import Tensor, nn
 from lightning_ptdp.comm.collectives import gather_from, reduce_scatter_from, scatter_to
 from lightning_ptdp.host.torch import pytree
 from lightning_ptdp.tensor_parallel.peers import Peers
+from lightning_ptdp.tensor_parallel.site import Forward, Site
 
 SEQUENCE_DIM = 1
 """Activations are [b, s, h]."""
 
 
-def block(module: nn.Module, forward: Callable[..., Any], peers: Peers, *, is_first: bool, is_last: bool) -> Any:
+def block(module: nn.Module, forward: Forward, peers: Peers, *, is_first: bool, is_last: bool) -> Forward:
     """A block's forward on the peer's part of the sequence."""
 
     def parallel(*args: Any, **kwargs: Any) -> Any:
@@ -66,8 +66,10 @@ def _join(output: Any, peers: Peers, length: int) -> Any:
     return pytree.tree_unflatten(leaves, structure)
 
 
-def norm(module: nn.Module, forward: Callable[..., Any], peers: Peers) -> Any:  # noqa: ARG001
+def norm(module: nn.Module, forward: Forward, peers: Peers, site: Site) -> Forward | None:  # noqa: ARG001
     """A norm on the peer's part; what it returns is whole."""
+    if not site.is_on_sequence_part:
+        return None
 
     def parallel(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         part: Tensor = forward(x, *args, **kwargs)

@@ -5,8 +5,9 @@ from torch import nn
 
 from lightning_ptdp.tensor_parallel.heads import check_heads
 from lightning_ptdp.tensor_parallel.placement import place, with_sequence
-from lightning_ptdp.tensor_parallel.plan import STYLES, check_plan, find_plan, match, suggestion
+from lightning_ptdp.tensor_parallel.plan import check_plan, find_plan, match, suggestion
 from lightning_ptdp.tensor_parallel.shard import Shard
+from lightning_ptdp.tensor_parallel.styles import STYLES
 from tests.models import GPT
 from tests.trainer.test_layouts import PLAN
 

@@ -12,30 +12,25 @@ from lightning_ptdp.kernels import layer_norm, rms_norm
 from lightning_ptdp.nn import LayerNorm, RMSNorm
 
 
-class FusedLayerNorm(LayerNorm):
+class _WithApexArguments:
+    """Gives a norm the arguments of Apex's norms, by position as there."""
+
+    def __init__(
+        self,
+        normalized_shape: int | list[int] | torch.Size,
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        memory_efficient: bool = False,
+    ) -> None:
+        super().__init__(normalized_shape, eps, elementwise_affine, memory_efficient=memory_efficient)  # type: ignore[call-arg]  # those of the norm that comes next
+
+
+class FusedLayerNorm(_WithApexArguments, LayerNorm):
     """LayerNorm with the arguments of apex.normalization.FusedLayerNorm."""
 
-    def __init__(
-        self,
-        normalized_shape: int | list[int] | torch.Size,
-        eps: float = 1e-5,
-        elementwise_affine: bool = True,
-        memory_efficient: bool = False,
-    ) -> None:
-        super().__init__(normalized_shape, eps, elementwise_affine, memory_efficient=memory_efficient)
 
-
-class FusedRMSNorm(RMSNorm):
+class FusedRMSNorm(_WithApexArguments, RMSNorm):
     """RMSNorm with the arguments of apex.normalization.FusedRMSNorm."""
-
-    def __init__(
-        self,
-        normalized_shape: int | list[int] | torch.Size,
-        eps: float = 1e-5,
-        elementwise_affine: bool = True,
-        memory_efficient: bool = False,
-    ) -> None:
-        super().__init__(normalized_shape, eps, elementwise_affine, memory_efficient=memory_efficient)
 
 
 class MixedFusedLayerNorm(FusedLayerNorm):
