@@ -11,11 +11,11 @@ from torch import Tensor, UntypedStorage
 
 from lightning_ptdp.host.torch import OpOverload, pytree, schema_of
 
-Key = TypeVar("Key", bound=Hashable)
+StorageKey = TypeVar("StorageKey", bound=Hashable)
 
 
 @dataclass(frozen=True, slots=True)
-class Region(Generic[Key]):
+class Region(Generic[StorageKey]):
     """A strided part of a storage.
 
     Attributes:
@@ -26,14 +26,14 @@ class Region(Generic[Key]):
         offset: of its first element in the storage, in elements.
     """
 
-    storage: Key
+    storage: StorageKey
     dtype: torch.dtype
     shape: torch.Size
     stride: tuple[int, ...]
     offset: int
 
     @classmethod
-    def of(cls, tensor: Tensor, storage: Key) -> Region[Key]:
+    def of(cls, tensor: Tensor, storage: StorageKey) -> Region[StorageKey]:
         """Where a tensor lies. The storage's key is the caller's to choose."""
         return cls(storage, tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
