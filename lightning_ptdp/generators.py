@@ -1,4 +1,4 @@
-"""Where random generators stand: noted, compared, and gone back to.
+"""Notes and compares where random generators stand, and puts them back there.
 
 Three libraries keep a default generator: PyTorch (one a device), NumPy and Python. PyTorch's are objects, whose
 states travel in pairs of (generator, state); the other two are one value, `HostState`.
@@ -16,7 +16,7 @@ import torch
 
 
 def generators(device: torch.device) -> tuple[torch.Generator, ...]:
-    """The default generators that operations on `device` and on the host draw from."""
+    """PyTorch's default generators that operations on the host and on `device` draw from."""
     if device.type == "cuda":
         index = device.index if device.index is not None else torch.cuda.current_device()
         return torch.default_generator, torch.cuda.default_generators[index]
@@ -24,7 +24,7 @@ def generators(device: torch.device) -> tuple[torch.Generator, ...]:
 
 
 def states_of(found: Iterable[torch.Generator]) -> list[tuple[torch.Generator, torch.Tensor]]:
-    """Each generator with where it stands."""
+    """Note where each generator stands."""
     return [(generator, generator.get_state()) for generator in found]
 
 
@@ -36,7 +36,7 @@ def go_to(states: Iterable[tuple[torch.Generator, torch.Tensor]]) -> None:
 
 @contextmanager
 def kept(found: Iterable[torch.Generator]) -> Iterator[None]:
-    """Within, these generators may move; afterwards they stand where they stood."""
+    """Let generators move within the context; afterwards they stand where they stood."""
     states = states_of(found)
     try:
         yield
@@ -46,7 +46,7 @@ def kept(found: Iterable[torch.Generator]) -> Iterator[None]:
 
 @contextmanager
 def drawing_from(states: Iterable[tuple[torch.Generator, torch.Tensor]]) -> Iterator[None]:
-    """Within, generators draw on from other states; afterwards they stand where they stood."""
+    """Let generators draw from other states within the context; afterwards they stand where they stood."""
     states = tuple(states)
     with kept(generator for generator, _ in states):
         go_to(states)
@@ -54,7 +54,7 @@ def drawing_from(states: Iterable[tuple[torch.Generator, torch.Tensor]]) -> Iter
 
 
 class HostState:
-    """Where Python's and NumPy's default generators stand when this is made. Two are equal if neither moved between."""
+    """Where Python's and NumPy's default generators stood when this was made; two are equal if neither has moved."""
 
     __hash__ = None  # type: ignore[assignment]  # compared, and never a key
 
@@ -74,13 +74,13 @@ class HostState:
         )
 
     def go_back(self) -> None:
-        """Put the generators there."""
+        """Put the generators back there."""
         random.setstate(self._python)
         numpy.random.set_state((self._kind, self._words, *self._rest))
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
-    """Where the default generators (PyTorch's, NumPy's, Python's) stand, as plain values for a checkpoint."""
+    """Note where the default generators (PyTorch's, NumPy's, Python's) stand, as plain values for a checkpoint."""
     arrays: Any = numpy.random.get_state()
     kind, keys, *rest = arrays
     return {

@@ -1,4 +1,4 @@
-"""Tensors by where they lie: a strided part of a storage, which another storage can stand in for."""
+"""Describes tensors by where they lie, so that another storage can stand in for their own."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ class Region(Generic[StorageKey]):
 
     @classmethod
     def of(cls, tensor: Tensor, storage: StorageKey) -> Region[StorageKey]:
-        """Where a tensor lies. The storage's key is the caller's to choose."""
+        """Describe where a tensor lies; `storage` is whatever the caller tells storages apart by."""
         return cls(storage, tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
     def on(self, storage: UntypedStorage) -> Tensor:
-        """The same region of another storage."""
+        """Make a tensor of the same region of another storage."""
         empty = torch.empty(0, dtype=self.dtype, device=storage.device)
         return empty.set_(storage, self.offset, self.shape, self.stride)
 
 
 def edited(func: OpOverload[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    """The tensors among an operation's arguments that it edits in place, those in lists too."""
+    """List the tensors among an operation's arguments that it edits in place, those in lists too."""
     schema = schema_of(func)
     if not schema.is_mutable:
         return []

@@ -80,7 +80,10 @@ def recover(path: Path) -> None:
 
 @contextmanager
 def complete_file(path: Path) -> Iterator[Path]:
-    """Where to write a checkpoint of one file. It gets its name at the end of the block, and what had the name is gone.
+    """Give a path to write a checkpoint of one file to; when the context ends it replaces what is at its own path.
+
+    Args:
+        path: its own.
 
     Raises:
         OSError: it cannot be written. What had the name stays, and nothing else is left.
