@@ -164,7 +164,9 @@ def _run(job: Job) -> bytes:
     """Run the body, see that it leaves nothing behind, and return its result."""
     before = Surroundings.observe()
     with unraisable_errors() as unraisable:
-        result = to_bytes(_find(job)(**from_bytes(job.kwargs)))
+        body = _find(job)
+        gc.freeze()  # what earlier jobs and imports left need not be walked again
+        result = to_bytes(body(**from_bytes(job.kwargs)))
         gc.collect()  # ends what only cycles keep alive: files, sockets, loader processes
     if leaks := [*before.restore(), *unraisable]:
         raise LeakError(f"{job.name} left behind\n  " + "\n  ".join(leaks))

@@ -80,7 +80,8 @@ class Gradients:
             self._buffers = GradientBuffers(trained, owners, 1 if replicas is None else replicas.size())
             mains = MainWeights(self._buffers, replicas, None if shards else mains)
         table.mains = mains
-        bound = {p: table.read()[p] for p in self._buffers.parameters}
+        table.read()
+        bound = {p: table[p] for p in self._buffers.parameters}
         self._summed = [p for p, row in bound.items() if row.name in table.placement.summed]
         self._replicated = {row.name: p for p, row in bound.items() if row.shard is None}
         self._has_agreed = not self._checks_agreement

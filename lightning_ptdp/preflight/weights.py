@@ -48,7 +48,7 @@ def _checksum(tensor: Tensor) -> float | None:
     if tensor.is_meta:
         return None
     total = torch.zeros((), dtype=torch.float64, device=tensor.device)
-    weights = torch.arange(1, _CHUNK + 1, dtype=torch.float64, device=tensor.device)
+    weights = torch.arange(1, min(_CHUNK, tensor.numel()) + 1, dtype=torch.float64, device=tensor.device)
     for i, part in enumerate(tensor.detach().reshape(-1).split(_CHUNK)):
         total += (part.double() * weights[: len(part)]).sum() * (i % 8191 + 1)
     return float(total.nan_to_num(nan=-1.0))
